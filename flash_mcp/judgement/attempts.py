@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from operator import attrgetter
 from statistics import fmean
 from typing import Any, Literal
@@ -146,26 +147,22 @@ def settings(run: Run) -> dict[str, Any]:
     if isinstance(spec, EvalSpec):
         temperature = spec.temperature
         tries = spec.attempts
+    length = spec.max_length or DEFAULT_MAX_LENGTH
+    if not spec.max_length:  # then the worker takes what the model can, within the default
+        with suppress(FlashError):  # the folder of a local model is gone
+            length = min(base_models.find(run.model).context or length, length)
     return {
         "attempts": tries,
         "temperature": temperature,
         "top_p": spec.top_p if temperature else 1.0,  # greedy decoding has no nucleus
         "max_tokens": spec.max_tokens,
-        "max_length": spec.max_length or _default_length(run.model),
+        "max_length": length,
         "stop_sequences": spec.stop_sequences,
         "thinking": spec.thinking,
         "system_prompt": getattr(spec, "system_prompt", None),
         "precision": run.precision or getattr(spec, "precision", None),
         "environment_args": spec.environment_args,
     }
-
-
-def _default_length(model: str) -> int:
-    """What the worker takes if a training run leaves max_length open."""
-    try:
-        return min(base_models.find(model).context or DEFAULT_MAX_LENGTH, DEFAULT_MAX_LENGTH)
-    except FlashError:  # the folder of a local model is gone
-        return DEFAULT_MAX_LENGTH
 
 
 def differing(base: Run, other: Run) -> list[str]:

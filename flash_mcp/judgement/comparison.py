@@ -14,15 +14,16 @@ say anything of other kinds, so the verdict is on these alone."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import mul, neg
 from statistics import fmean
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import PlainSerializer
 
 from flash_mcp.judgement import health, statistics
+from flash_mcp.judgement.health import Flag, Metrics
 from flash_mcp.judgement.statistics import FEWEST_KINDS, Interval
 from flash_mcp.protocol.numbers import percent
 from flash_mcp.protocol.records import Evaluation, Json
@@ -32,6 +33,8 @@ Outcome = Literal["improved", "no_change", "regressed", "underpowered", "constan
 Solved = tuple[float, float, str]
 """Of one task: success before and after, as 0 or 1, and its kind."""
 Test = Literal["mcnemar_exact", "paired_bootstrap", "noise_band", "kind_flips"]
+
+Value = TypeVar("Value")
 
 MIN_CHANGE = 0.05
 """The smallest change of a success share that counts, unless the caller says otherwise."""
@@ -409,3 +412,70 @@ def _successes(summary: Json) -> list[float]:
     count = int(summary["n"])
     solved = round(summary["success"] * count)
     return [1.0] * solved + [0.0] * (count - solved)
+
+
+# -- the environments of a mixture, each by itself -------------------------------------------------
+# The run's own metrics and summaries are over all its environments. Those of one stand beside them,
+# with its name and a colon before theirs.
+
+
+def own(name: str, values: Mapping[str, Value]) -> dict[str, Value]:
+    """Those of one environment, under the names that a run on it alone gives them."""
+    prefix = f"{name}:"
+    mine: dict[str, Value] = {}
+    for key, value in values.items():
+        if key.startswith(prefix):
+            mine[key.removeprefix(prefix)] = value
+    return mine
+
+
+def flags_of_parts(
+    names: Iterable[str], history: Sequence[Metrics], raised: Sequence[Flag]
+) -> list[Flag]:
+    """Single environments' flags that are not `raised` for the run, by kind; the gravest first."""
+    flags: dict[str, Flag] = {}
+    reported = {flag.name for flag in raised}
+    for name in names:
+        for flag in health.flags([own(name, row) | {"step": row["step"]} for row in history]):
+            if flag.name in reported:
+                continue
+            flag.evidence = f"{name}: {flag.evidence}"
+            if first := flags.get(flag.name):
+                first.evidence += f"; {flag.evidence}"
+            else:
+                flags[flag.name] = flag
+    return sorted(flags.values(), key=lambda flag: flag.severity != "problem")
+
+
+def evaluations_of_part(name: str, evaluations: Iterable[Evaluation]) -> list[Evaluation]:
+    """The environment's part of each evaluation, as far as it can be judged."""
+    parts: list[Evaluation] = []
+    for row in evaluations:
+        part = replace(row, summary=own(name, row.summary), constant=None)
+        if part.summary.get("n"):
+            parts.append(part)
+    return parts
+
+
+def line_of_part(
+    part: Json,
+    share: float,
+    history: Sequence[Metrics],
+    evaluations: Sequence[Evaluation],
+    pairs: Sequence[Solved],
+    is_active: bool,
+) -> str:
+    """One environment in words; `share` is that of the groups, evaluations are its own."""
+    text = f"{part['name']} ({percent(share)} of the groups)"
+    if success := health.trend(health.Steps(history).column(f"{part['name']}:success/rate")):
+        text += f", success in training {success.first:.2f} -> {success.last:.2f}"
+    judged = judge(evaluations, pairs, part.get("overlap"), is_active)
+    if judged:
+        verdict = judged[1]
+        first, last = evaluations[0].summary["success"], evaluations[-1].summary["success"]
+        text += f"; held out {verdict.outcome}, {first:.2f} -> {last:.2f}: {verdict.explanation}"
+    elif evaluations:
+        newest = evaluations[-1]
+        text += f"; held out {newest.summary['success']:.2f} of {newest.summary['n']:g}"
+        text += f" at step {newest.step}"
+    return text

@@ -79,7 +79,12 @@ def terminal(curve: Curve, width: int = 90, height: int = 18) -> str:
     plot.plot_size(width, height)
     plot.title(curve.title)
     plot.xlabel("step")
-    plot.xticks(_whole_ticks(curve))
+    steps, _ = curve.measured()
+    for line in curve.lines.values():
+        steps.extend(step for step, _ in line)
+    # Whole numbers: nobody trains half a step.
+    first, span = min(steps), max(steps) - min(steps)
+    plot.xticks(sorted({first + span * part // 4 for part in range(5)}))
     for (name, line), marker in zip(curve.lines.items(), ("braille", "dot"), strict=False):
         plot.plot(*zip(*line, strict=True), label=name, marker=marker)
     if curve.held_out:
@@ -91,15 +96,6 @@ def terminal(curve: Curve, width: int = 90, height: int = 18) -> str:
             plot.ylabel("success", yside="right")
         plot.scatter(*curve.measured(), label="held-out success", marker="x", yside=side)
     return str(plot.uncolorize(plot.build())).rstrip()
-
-
-def _whole_ticks(curve: Curve) -> list[int]:
-    steps, _ = curve.measured()
-    for line in curve.lines.values():
-        steps.extend(step for step, _ in line)
-    # Whole numbers: nobody trains half a step.
-    first = min(steps)
-    return sorted({first + (max(steps) - first) * part // 4 for part in range(5)})
 
 
 def png(curve: Curve) -> bytes:

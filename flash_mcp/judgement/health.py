@@ -221,7 +221,14 @@ def _progress(steps: Steps, raised: Sequence[Flag]) -> str:
         if moved is None:
             return "too early to say: nothing was measured yet"
         name, first, last = metric.partition("/")[0], moved.first, moved.last
-        is_steady = len(values) >= LONG or _is_monotone(values)
+        count = len(values)
+        is_steady = count >= LONG
+        if not is_steady:
+            # They rise, or fall, more steadily than noise, at 5 %: Mann's test of Kendall's S
+            # (1945). Four values or fewer never do.
+            rises = sum((b > a) - (b < a) for a, b in itertools.combinations(values, 2))
+            noise = math.sqrt(count * (count - 1) * (2 * count + 5) / 18)
+            is_steady = abs(rises) - 1 > 1.96 * noise
     said = f"{name} went from {first:.3g} to {last:.3g} over {steps}"
     gain = last - first if name == "reward" else first - last
     if gain <= 0:
@@ -231,15 +238,6 @@ def _progress(steps: Steps, raised: Sequence[Flag]) -> str:
     if raised:
         said += f"; mind {', '.join(flag.name for flag in raised)}"
     return f"yes: {said}"
-
-
-def _is_monotone(values: Sequence[float]) -> bool:
-    """Whether they rise, or fall, more steadily than noise, at 5 %: Mann's test of Kendall's S
-    (1945). Four values or fewer never do.
-    """
-    count = len(values)
-    rises = sum((b > a) - (b < a) for a, b in itertools.combinations(values, 2))
-    return abs(rises) - 1 > 1.96 * math.sqrt(count * (count - 1) * (2 * count + 5) / 18)
 
 
 class Steps:

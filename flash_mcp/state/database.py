@@ -229,7 +229,12 @@ class Connection:
             rows = list(result)
         for row in rows:
             for name in ENCODED.intersection(row):
-                row[name] = self._decoded(name, row[name])
+                value = row[name]
+                if value is not None and name in JSON_COLUMNS:
+                    value = json.loads(value)
+                if name in NAMES:
+                    value = moved(value, HERE, f"{self.base}/")  # which may have moved since
+                row[name] = value
         return rows
 
     def first(self, sql: str, values: Sequence[Any] = ()) -> dict[str, Any] | None:
@@ -250,15 +255,6 @@ class Connection:
         self, kind: type[RecordKind], sql: str, values: Sequence[Any] = ()
     ) -> RecordKind | None:
         return next(iter(self.records(kind, sql, values)), None)
-
-    def _decoded(self, name: str, value: Any) -> Any:
-        if value is None:
-            return None
-        if name in JSON_COLUMNS:
-            value = json.loads(value)
-        if name in NAMES:
-            return moved(value, HERE, f"{self.base}/")  # which may have moved since
-        return value
 
     def encode(self, name: str, value: Any) -> Any:
         """A column's value as SQLite takes it; paths in the state directory relative."""

@@ -101,7 +101,13 @@ def locate(reference: str, base: Path | None = None) -> Path:
     if digest:
         results = [path for path in versions if path.name.startswith(digest) and len(digest) >= 6]
     if len(results) != 1:
-        raise _unknown(reference, versions, sorted(existing))
+        what = "there is no dataset of that name"
+        names = ", ".join(sorted(existing)[:20])
+        fix = f"use one of: {names}" if names else "make one with curate"
+        if versions:
+            what = "that is not one version of it"
+            fix = f"use one of: {', '.join(f'{name}@{path.name}' for path in versions[:5])}"
+        raise FlashError("unknown_dataset", what, dataset=reference, fix=fix)
     return results[0]
 
 
@@ -129,15 +135,6 @@ def _known(base: Path | None) -> dict[str, list[Path]]:
     for manifest in sorted(owner_dir(datasets_dir(base)).glob(f"[!.]*/*/{MANIFEST}")):
         existing.setdefault(manifest.parent.parent.name, []).append(manifest.parent)
     return existing
-
-
-def _unknown(reference: str, versions: list[Path], names: list[str]) -> FlashError:
-    what = "there is no dataset of that name"
-    fix = f"use one of: {', '.join(names[:20])}" if names else "make one with curate"
-    if versions:
-        what = "that is not one version of it"
-        fix = f"use one of: {', '.join(f'{path.parent.name}@{path.name}' for path in versions[:5])}"
-    return FlashError("unknown_dataset", what, dataset=reference, fix=fix)
 
 
 def dump_rows(rows: Iterable[Json]) -> bytes:

@@ -105,7 +105,12 @@ def prune_checkpoints(store: Store, run: Run) -> None:
         evaluations = [row for row in store.evals(run.id) if row.can_be_judged]
         kept.add(best_checkpoint(saved, evaluations).step)
         kept |= {step for run_id, step in referred(store, ()) if run_id == run.id}
-        surplus = [row for row in saved if row.step not in kept and not _is_named(store, row)]
+        # Runs may have started from a folder by its path, or have it as their teacher.
+        adapters = store.column("SELECT init_adapter FROM runs WHERE init_adapter IS NOT NULL")
+        sql = "SELECT lineage FROM runs WHERE json_extract(lineage, '$.teacher') NOT NULL"
+        adapters += [lineage["teacher"] for lineage in store.column(sql)]
+        named = {adapter.get("path") for adapter in adapters}
+        surplus = [row for row in saved if row.step not in kept and row.path not in named]
         folders: list[Path] = []
         for row in surplus:
             folders.append(Path(run.folder, "checkpoints", str(row.step)))
@@ -175,14 +180,6 @@ def better_than_newest(
     else:
         return None
     return best.step, f"checkpoint {best.step}: {both} at the newest, {newest.step}"
-
-
-def _is_named(store: Store, checkpoint: Checkpoint) -> bool:
-    """Whether a run started from its folder by path, or has it as its teacher."""
-    adapters = store.column("SELECT init_adapter FROM runs WHERE init_adapter IS NOT NULL")
-    sql = "SELECT lineage FROM runs WHERE json_extract(lineage, '$.teacher') NOT NULL"
-    adapters += [lineage["teacher"] for lineage in store.column(sql)]
-    return any(adapter.get("path") == checkpoint.path for adapter in adapters)
 
 
 # -- the files of old runs -------------------------------------------------------------------------

@@ -244,24 +244,20 @@ class TargetThread(threading.Thread):
                     if repr(error) != self._trouble:
                         log.warning("target %s: %r", self.target, error)
                     self._trouble = repr(error)
-                self._renew_keys()
+                reconciler = self._reconciler
+                if reconciler and reconciler.is_refused:
+                    # Begin again with the keys that a later shell has, if there are any
+                    reconciler.is_refused = False
+                    if reconciler.vault.take_store_keys():
+                        log.warning("target %s: its store gets other keys", self.target)
+                        forget_stores()
+                        reconciler.close()
+                        self._reconciler = None
                 self.stopped.wait(self.poll_s)
         finally:
             if self._reconciler:
                 self._reconciler.close()
             self.store.close()
-
-    def _renew_keys(self) -> None:
-        """Begin again with the keys that a later shell has, if the store refuses those before."""
-        reconciler = self._reconciler
-        if reconciler is None or not reconciler.is_refused:
-            return
-        reconciler.is_refused = False
-        if reconciler.vault.take_store_keys():
-            log.warning("target %s: its store gets other keys", self.target)
-            forget_stores()
-            reconciler.close()
-            self._reconciler = None
 
     def _attend(self) -> bool:
         self._reconciler = self._reconciler or self.reconciler_of(self.target)

@@ -7,7 +7,7 @@ import logging
 import time
 from pathlib import Path
 
-from environments.settings import FILE, DiskSettings, Settings, load_settings
+from environments.settings import FILE, Settings, load_settings
 from flash_mcp.protocol import recordings
 from flash_mcp.protocol.artifacts import delete_run
 from flash_mcp.protocol.errors import FlashError
@@ -50,7 +50,14 @@ class Maintenance:
         """Do what is due. FlashError if engine or storage does not answer."""
         if time.monotonic() >= self._jobs_at:
             self._jobs_at = time.monotonic() + JOBS_EVERY_S
-            self._end_jobs()
+            # The engine's jobs of attempts that are over are ended. It is asked first: an attempt
+            # that is submitted later is not in its list, which has the jobs of all its targets.
+            if handles := self.target.launcher.under_way():
+                live = self.store.live_attempts()
+                over = [handle for handle in handles if live.isdisjoint((handle.key, handle.id))]
+                for handle in over[:MAX_JOBS]:
+                    log.warning("%s: ending job %s, which no run waits for", handle.key, handle.id)
+                    self.target.launcher.cancel(handle)
             for place, looks in due_folders(self.store, self.target.name)[:MAX_FOLDERS]:
                 retry_s = self.target.retry_s
                 try:
@@ -72,39 +79,24 @@ class Maintenance:
         self._jobs_at = time.monotonic()
         self.step()
 
-    def _end_jobs(self) -> None:
-        """End the engine's jobs of attempts that are over. It is asked first: an attempt that is
-        submitted later is not in its list. Its list has the jobs of all targets on that engine.
-        """
-        handles = self.target.launcher.under_way()
-        if not handles:
-            return
-        live = self.store.live_attempts()
-        over = [handle for handle in handles if live.isdisjoint((handle.key, handle.id))]
-        for handle in over[:MAX_JOBS]:
-            log.warning("%s: ending job %s, which no run waits for", handle.key, handle.id)
-            self.target.launcher.cancel(handle)
-
     def _sweep(self, settings: Settings) -> None:
         for run in self._ended():
             try:
-                self._clear_ended(run, settings.disk)
+                age_s, allowed = time.time() - (run.ended or time.time()), settings.disk
+                if allowed.run_days and age_s > allowed.run_days * DAY_S:
+                    self._drop(run, f"it ended more than {allowed.run_days:g} days ago: run_days")
+                elif age_s > allowed.optimizer_days * DAY_S:
+                    if run.id not in self._without_optimizers:
+                        folder_of(run).checkpoints.drop_optimizers()
+                        self._without_optimizers.add(run.id)
+                elif age_s < LATE_S and run.attempt > 1:
+                    folder_of(run).drop_superseded()
             except (OSError, FlashError) as error:
                 _raise_if_of_all(error)
                 log.warning("%s: its files cannot be cleared: %s", run.id, error)
 
     def _ended(self) -> list[Run]:
         return [run for run in retention.ended(self.store) if run.target == self.target.name]
-
-    def _clear_ended(self, run: Run, allowed: DiskSettings) -> None:
-        age_s = time.time() - (run.ended or time.time())
-        if allowed.run_days and age_s > allowed.run_days * DAY_S:
-            self._drop(run, f"it ended more than {allowed.run_days:g} days ago: run_days")
-        elif age_s > allowed.optimizer_days * DAY_S and run.id not in self._without_optimizers:
-            folder_of(run).checkpoints.drop_optimizers()
-            self._without_optimizers.add(run.id)
-        elif age_s < LATE_S and run.attempt > 1:
-            folder_of(run).drop_superseded()
 
     def _drop(self, run: Run, why: str) -> bool:
         what = f"its files were removed, {why} in [disk] of {FILE}"
@@ -141,19 +133,15 @@ class LocalMaintenance(Maintenance):
             delete(path)
         recordings.prune_all(base, settings.serving.record_days)
         super()._sweep(settings)
-        if settings.disk.total_gib:
-            self._make_room(settings.disk.total_gib)
+        if total_gib := settings.disk.total_gib:
+            # The files of those that ended first are dropped until the rest fits.
+            total_bytes = size_of(runs_dir(base)) + size_of(exports_dir(base))
+            taken = f"{total_bytes / 2**30:.1f} of {total_gib:g} GiB"
+            for run in self._ended():
+                if total_bytes <= total_gib * 2**30:
+                    break
+                size = sum(map(size_of, (Path(run.folder), *exports_of(self.store, run.id))))
+                if self._drop(run, f"run folders and exports took {taken}: total_gib"):
+                    total_bytes -= size
         if self._has_dropped:
             self.store.shrink()
-
-    def _make_room(self, total_gib: float) -> None:
-        """Drop the files of runs, those that ended first, until the rest fits."""
-        base = self.store.base
-        total_bytes = size_of(runs_dir(base)) + size_of(exports_dir(base))
-        taken = f"{total_bytes / 2**30:.1f} of {total_gib:g} GiB"
-        for run in self._ended():
-            if total_bytes <= total_gib * 2**30:
-                return
-            size = sum(map(size_of, (Path(run.folder), *exports_of(self.store, run.id))))
-            if self._drop(run, f"run folders and exports took {taken}: total_gib"):
-                total_bytes -= size

@@ -16,7 +16,7 @@ from typing import Any
 
 from flash_mcp.protocol.errors import FULL, FlashError
 from flash_mcp.protocol.records import Json, Run
-from flash_mcp.protocol.run_files import Beat, FinalResult
+from flash_mcp.protocol.run_files import FinalResult
 from flash_mcp.protocol.run_folder import RunFolder, RunWriter, final_result, read_beats
 from flash_mcp.protocol.spec import MAX_GPUS
 from flash_mcp.state import costs, queue
@@ -247,18 +247,16 @@ class RunReconciler:
             if is_new:
                 log.exception("%s: trouble with attempt %s", run.id, run.attempt)
                 with suppress(FlashError):  # a full disk, which others may not mind
-                    self._note_trouble(run, error)
+                    if isinstance(error, FlashError):  # those come by themselves, and go
+                        queue.record_wait(self.store, run.id, run.attempt, error.what)
+                    else:
+                        what = f"the supervisor had trouble with attempt {run.attempt}"
+                        message = f"{what}, and tried again: {error!r}"
+                        self._note(run, "trouble", message, kind="warning")
             if now - trouble.since > self.timeouts.trouble_s:
                 self._give_up(run, error)
         else:
             self._troubles.pop((run.id, what), None)
-
-    def _note_trouble(self, run: Run, error: Exception) -> None:
-        if isinstance(error, FlashError):  # those come by themselves, and go
-            queue.record_wait(self.store, run.id, run.attempt, error.what)
-            return
-        where = f"the supervisor had trouble with attempt {run.attempt}"
-        self._note(run, "trouble", f"{where}, and tried again: {error!r}", kind="warning")
 
     def _give_up(self, run: Run, error: Exception) -> None:
         """End the attempt after trouble that did not pass."""
@@ -378,7 +376,14 @@ class RunReconciler:
         if attempt is None or not queue.is_under_way(self.store, run):
             return
         if self._waits_for_secrets(run, attempt):
-            self._hand_over_secrets(run, attempt)
+            # Sealed for an attempt on another machine, once it asks for them
+            offer = None
+            if not run.cancel_requested and not self.vault.lacking(run.id, run.spec.secrets):
+                offer = attempt.folder.offer(attempt.number)
+            if offer:
+                if sealed := self.target.seal(run, offer, self._secrets_of(run)):
+                    attempt.folder.put_sealed(attempt.number, sealed)
+                attempt.has_secrets = True
         spent = None if run.cancel_requested else costs.used_up(run, self.base)
         if spent and not final_result(attempt.folder):
             run = queue.request_cancel(self.store, run.id, spent)
@@ -391,13 +396,24 @@ class RunReconciler:
         if attempt.has_news(status, self.target.read_every_s):
             with attempt.folder.listed():
                 self._read(run, attempt)
-                result = final_result(attempt.folder)
-                retryable = None if result else self._retryable_error(run, attempt)
+                result, last = final_result(attempt.folder), attempt.folder.result()
+            # One that gave up in a way that another attempt may cure
+            if not result and last and last["epoch"] == attempt.number:
+                what = f"attempt {attempt.number} gave up"
+                retryable = FlashError("worker_failed", what, run_id=run.id)
+                if last["error"]:
+                    retryable = FlashError.from_dict(last["error"])
         if result:
             self._settle(run, attempt, result, status)
-        elif retryable and self._may_be_restarted(attempt, retryable, status):
             return
-        elif error := retryable or self._fault(run, attempt, status):
+        if retryable and self._may_be_restarted(attempt, retryable, status):
+            return
+        error = retryable
+        if error is None and run.reported_error:
+            error = FlashError.from_dict(run.reported_error)
+        elif error is None and (diagnosis := self._diagnose(run, attempt, status)):
+            error = self._error(*diagnosis, run, attempt)
+        if error:
             if run.serves or not status.is_by_hand or not attempt.was_under_way:
                 held = None
             else:
@@ -440,16 +456,6 @@ class RunReconciler:
         if tail := attempt.folder.log_tail(attempt.number, LOG_TAIL_BYTES):
             self.store.put_log(run.id, attempt.number, tail)
 
-    def _hand_over_secrets(self, run: Run, attempt: Attempt) -> None:
-        """Seal the secrets for an attempt on another machine, once it asks for them."""
-        is_known = not self.vault.lacking(run.id, run.spec.secrets)
-        if run.cancel_requested or not is_known:
-            return
-        if offer := attempt.folder.offer(attempt.number):
-            if sealed := self.target.seal(run, offer, self._secrets_of(run)):
-                attempt.folder.put_sealed(attempt.number, sealed)
-            attempt.has_secrets = True
-
     def _secrets_of(self, run: Run) -> dict[str, str]:
         if run.serves:  # imported only if there is something to serve
             from flash_mcp.supervisor.server import keys_of  # noqa: PLC0415
@@ -476,22 +482,6 @@ class RunReconciler:
         if attempt.pending_at is None:
             attempt.pending_at = attempt.watched_s
 
-    def _retryable_error(self, run: Run, attempt: Attempt) -> FlashError | None:
-        """The error of an attempt that gave up in a way that another attempt may cure."""
-        result = attempt.folder.result()
-        if result is None or result["epoch"] != attempt.number:
-            return None
-        if result["error"]:
-            return FlashError.from_dict(result["error"])
-        return FlashError("worker_failed", f"attempt {attempt.number} gave up", run_id=run.id)
-
-    def _fault(self, run: Run, attempt: Attempt, status: JobStatus) -> FlashError | None:
-        if run.reported_error:
-            return FlashError.from_dict(run.reported_error)
-        if diagnosis := self._diagnose(run, attempt, status):
-            return self._error(*diagnosis, run, attempt)
-        return None
-
     def _diagnose(self, run: Run, attempt: Attempt, status: JobStatus) -> tuple[str, str] | None:
         """(code, what is wrong) if the attempt has to be given up. Its folder is not looked at."""
         now, timeouts = attempt.watched_s, self.timeouts
@@ -506,8 +496,13 @@ class RunReconciler:
             what = f"attempt {attempt.number} ended without a result{how}"
             if status.is_preempted:
                 return "preempted", what
-            if shortage := _memory_shortage(attempt.beat):
-                return "out_of_memory", f"{what}; {shortage}"
+            # The kernel may have ended it: by what its last beat said.
+            beat = attempt.beat or {}
+            held, left = beat.get("held_bytes", 0), beat.get("available_bytes", 1)
+            if left <= SHORT_OF_MEMORY * (held + left):
+                rest = f"{left / 2**30:.1f} GiB of the machine's memory were left"
+                said = f"its last beat held {held / 2**30:.1f} GiB and {rest}"
+                return "out_of_memory", f"{what}; {said}"
             return "worker_failed", what
         if attempt.cancelled_at is not None:
             grace_s = timeouts.cancel_grace_s + 2 * self.store.slowest_step_s(run.id)
@@ -587,14 +582,17 @@ class RunReconciler:
         ):
             return
         # Asked anew: a cancel may have come since the row was read.
-        cancelled = self.store.server_run(run.id).cancel_requested is not None
-        self._end(
-            run,
-            attempt.folder,
-            "cancelled" if cancelled else "failed",
-            step=attempt.beat["step"] if attempt.beat else run.step,
-            error=None if cancelled else error.to_dict(),
-        )
+        is_cancelled = self.store.server_run(run.id).cancel_requested is not None
+        state: queue.EndState = "cancelled" if is_cancelled else "failed"
+        cause = None if is_cancelled else error
+        step = attempt.beat["step"] if attempt.beat else run.step
+        with self._despite_trouble(run):
+            # In the worker's stead, as a new owner: no attempt can write any more.
+            folder = attempt.folder
+            folder.create(self.target.job(run, self.vault.surroundings(run) or {}))
+            writer = RunWriter(folder, folder.newest_epoch() + 1)
+            writer.commit_result(state, step, cause, retryable=False)
+        self._finish(run, state, step, cause and cause.to_dict())
 
     @contextmanager
     def _despite_trouble(self, run: Run) -> Generator[None]:
@@ -622,17 +620,6 @@ class RunReconciler:
         self._take_in(run, attempt)
         self._finish(run, result["state"], result["step"], result["error"])
 
-    def _end(
-        self, run: Run, folder: RunFolder, state: queue.EndState, *, step: int, error: Json | None
-    ) -> None:
-        """Write the result in the worker's stead, as a new owner: no attempt can write any more."""
-        with self._despite_trouble(run):
-            folder.create(self.target.job(run, self.vault.surroundings(run) or {}))
-            writer = RunWriter(folder, folder.newest_epoch() + 1)
-            cause = FlashError.from_dict(error) if error else None
-            writer.commit_result(state, step, cause, retryable=False)
-        self._finish(run, state, step, error)
-
     def _finish(
         self, run: Run, state: queue.EndState, step: int, error: Mapping[str, Any] | None
     ) -> None:
@@ -655,15 +642,6 @@ def is_of_the_machine(error: Exception) -> bool:
     if isinstance(error, FlashError):
         return error.code in OF_THE_MACHINE
     return isinstance(error, OSError) and error.errno in FULL
-
-
-def _memory_shortage(beat: Beat | None) -> str | None:
-    """What the last beat said, if the kernel may have ended the attempt for lack of memory."""
-    held, left = (beat or {}).get("held_bytes", 0), (beat or {}).get("available_bytes", 1)
-    if left > SHORT_OF_MEMORY * (held + left):
-        return None
-    rest = f"{left / 2**30:.1f} GiB of the machine's memory were left"
-    return f"its last beat held {held / 2**30:.1f} GiB and {rest}"
 
 
 # -- threads that do what may take long for a target's runs, so that no run waits for another ------

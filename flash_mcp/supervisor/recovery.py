@@ -141,7 +141,12 @@ def _take_runs(store: Store, result: Recovered) -> None:
 
 def _row(store: Store, path: Path) -> Json:
     folder = RunFolder(path)
-    job = _in_this_home(store.base, folder.job())
+    job = folder.job()
+    # It holds absolute paths; the state directory may have moved since.
+    environment = job["environment"]
+    home, marker, rest = str(environment["path"]).partition("/environments/")
+    if marker and rest.endswith(f"{environment['name']}/{environment['digest']}"):
+        job = moved(job, f"{home}/", f"{store.base}/")
     if job["run_id"] != path.name:
         raise ValueError(f"its job.json is that of {job['run_id']}")
     spec = job["spec"]
@@ -170,16 +175,6 @@ def _row(store: Store, path: Path) -> Json:
     if row["state"] == "cancelled":
         row["cancel_requested"] = row["ended"]
     return row
-
-
-def _in_this_home(base: Path, job: Json) -> Json:
-    """job.json holds absolute paths; the state directory may have moved since."""
-    environment = job["environment"]
-    below = f"{environment['name']}/{environment['digest']}"
-    home, marker, rest = str(environment["path"]).partition("/environments/")
-    if marker and rest.endswith(below):
-        return moved(job, f"{home}/", f"{base}/")
-    return job
 
 
 # -- environments ----------------------------------------------------------------------------------

@@ -302,55 +302,39 @@ def probe(name: str, settings: TargetSettings, wait_s: float = PROBE_S) -> Probe
         variables = node_environment(settings)
         handle = launcher.submit(Launch(key, 1, command, variables, log))
         cleanup.callback(launcher.cancel, handle)
-        probed = _answer(name, folder, launcher, handle, command, wait_s)
-        probed["list_lag_s"] = _list_lag_s(name, folder)
-        return _checked(name, probed, time.time() - began)
+        deadline = time.monotonic() + wait_s
+        gone_at: float | None = None
+        while (probed := folder.probe()) is None:
+            status = launcher.poll([handle])[handle.key]
+            if status.state == "gone" and gone_at is None:
+                gone_at = time.monotonic()
+            if gone_at is not None and time.monotonic() - gone_at > GONE_S:
+                what = f"the probe of {name} ended without an answer ({status.detail})"
+                if said := folder.log_tail(1):
+                    raise FlashError("target_refused", f"{what}: {said}", fix=SETUP_FIX)
+                needs = "python must exist there, with flash-mcp, and reach the storage with its"
+                fix = f"run this on a node: {shlex.join(command)}; {needs} keys"
+                raise FlashError("target_refused", what, fix=fix)
+            if time.monotonic() > deadline:
+                what = f"the probe of {name} did not answer within {wait_s:.0f} s"
+                where = status.detail or status.state
+                fix = f"the engine says: {where}; wait longer with --wait-s, or correct the target"
+                raise FlashError("target_unreachable", what, fix=fix)
+            time.sleep(POLL_S)
+        return _checked(name, folder, probed, began)
 
 
-def _answer(
-    name: str,
-    folder: RunFolder,
-    launcher: Launcher,
-    handle: Handle,
-    command: list[str],
-    wait_s: float,
-) -> ProbeFile:
-    deadline = time.monotonic() + wait_s
-    gone_at: float | None = None
-    while True:
-        if result := folder.probe():
-            return result
-        status = launcher.poll([handle])[handle.key]
-        if status.state == "gone" and gone_at is None:
-            gone_at = time.monotonic()
-        if gone_at is not None and time.monotonic() - gone_at > GONE_S:
-            what = f"the probe of {name} ended without an answer ({status.detail})"
-            if said := folder.log_tail(1):
-                raise FlashError("target_refused", f"{what}: {said}", fix=SETUP_FIX)
-            needs = "python must exist there, with flash-mcp, and reach the storage with its keys"
-            fix = f"run this on a node: {shlex.join(command)}; {needs}"
-            raise FlashError("target_refused", what, fix=fix)
-        if time.monotonic() > deadline:
-            what = f"the probe of {name} did not answer within {wait_s:.0f} s"
-            where = status.detail or status.state
-            fix = f"the engine says: {where}; wait longer with --wait-s, or correct the target"
-            raise FlashError("target_unreachable", what, fix=fix)
-        time.sleep(POLL_S)
-
-
-def _list_lag_s(name: str, folder: RunFolder) -> float:
-    """How long the storage's lists lack what the node wrote before its answer."""
-    began = time.monotonic()
+def _checked(name: str, folder: RunFolder, probed: ProbeFile, began: float) -> ProbeFile:
+    """With how long the storage's lists lack what the node wrote before its answer."""
+    answered = time.monotonic()
     while not folder.newest_epoch():
-        if time.monotonic() - began > MAX_LIST_LAG_S:
+        if time.monotonic() - answered > MAX_LIST_LAG_S:
             what = f"a list of {name}'s storage lacks what was there {MAX_LIST_LAG_S:.0f} s ago"
             fix = "use a store with consistent lists, or shorten the cache of that file system"
             raise FlashError("target_refused", what, fix=fix)
         time.sleep(POLL_S)
-    return round(time.monotonic() - began, 1)
-
-
-def _checked(name: str, probed: ProbeFile, waited_s: float) -> ProbeFile:
+    probed["list_lag_s"] = round(time.monotonic() - answered, 1)
+    waited_s = time.time() - began
     if probed["version"] != __version__:
         what = f"the nodes of {name} have flash-mcp {probed['version']}; this is {__version__}"
         raise FlashError("target_refused", what, fix="install this version there")

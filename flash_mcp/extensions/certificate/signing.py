@@ -61,7 +61,12 @@ def signing_key(path: Path | None = None) -> Ed25519PrivateKey:
     if path is None:
         path = home() / KEY_FILE
         if not path.exists():
-            _make_key(path)
+            kinds = forms.Encoding.PEM, forms.PrivateFormat.PKCS8, forms.NoEncryption()
+            part = path.with_name(f".{KEY_FILE}-{secrets.token_hex(4)}")
+            write_private(part, Ed25519PrivateKey.generate().private_bytes(*kinds))
+            with suppress(FileExistsError):  # another process was faster: its key stays
+                os.link(part, path)
+            part.unlink()
     try:
         content = expanded(path).read_bytes()
         if b"OPENSSH" in content[:40]:
@@ -75,16 +80,6 @@ def signing_key(path: Path | None = None) -> Ed25519PrivateKey:
         fix = "make one without a passphrase: ssh-keygen -t ed25519 -N '' -f FILE"
         what = f"the key cannot be used: {error!s:.300}"
         raise FlashError("invalid_argument", what, key=path, fix=fix) from error
-
-
-def _make_key(path: Path) -> None:
-    """A key of another process that was faster stays."""
-    kinds = forms.Encoding.PEM, forms.PrivateFormat.PKCS8, forms.NoEncryption()
-    part = path.with_name(f".{KEY_FILE}-{secrets.token_hex(4)}")
-    write_private(part, Ed25519PrivateKey.generate().private_bytes(*kinds))
-    with suppress(FileExistsError):
-        os.link(part, path)
-    part.unlink()
 
 
 def fingerprint(key: Ed25519PublicKey) -> str:

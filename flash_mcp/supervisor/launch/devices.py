@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,7 +48,12 @@ def devices() -> list[Device]:
 def processor() -> Device:
     memory = psutil.virtual_memory()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return Device("cpu", _processor_name(), _gib(memory.total), _gib(memory.available), cores=cores)
+    name = "cpu"
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+        name = next(names, name)
+    return Device("cpu", name, _gib(memory.total), _gib(memory.available), cores=cores)
 
 
 def gpus() -> list[Device]:
@@ -121,16 +127,6 @@ def _from_mib(text: str) -> float:
 
 def _gib(size_bytes: int) -> float:
     return round(size_bytes / 2**30, 1)
-
-
-def _processor_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return "cpu"
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "cpu"
-    )
 
 
 # -- what a base model needs of a card's memory, before it is fetched ------------------------------

@@ -181,7 +181,13 @@ class LocalLauncher(Launcher):
         path = self.records / launch.key
         if not path.exists():
             try:
-                self._start(launch, path)
+                most = len(self.gpus)
+                if most and launch.gpus > most:
+                    what = f"the run needs {launch.gpus} GPUs, and this machine has {most}"
+                    fix = f"start it again with gpus={most}"
+                    raise FlashError("device_unsupported", what, fix=fix)
+                with self._free_slots(self.slots_of(launch.gpus)) as (slots, held):
+                    self._start(slots, held, launch, path)
             except FlashError:
                 # Another process may have registered it, in the slot that was missing.
                 if not path.exists():
@@ -205,17 +211,7 @@ class LocalLauncher(Launcher):
                     self._warm.prepare()
         return self._warm.exists
 
-    def _start(self, launch: Launch, path: Path) -> None:
-        if self.gpus and launch.gpus > len(self.gpus):
-            what = f"the run needs {launch.gpus} GPUs, and this machine has {len(self.gpus)}"
-            fix = f"start it again with gpus={len(self.gpus)}"
-            raise FlashError("device_unsupported", what, fix=fix)
-        with self._free_slots(self.slots_of(launch.gpus)) as (slots, held):
-            self._start_in(slots, held, launch, path)
-
-    def _start_in(
-        self, slots: Sequence[int], held: Sequence[int], launch: Launch, path: Path
-    ) -> None:
+    def _start(self, slots: Sequence[int], held: Sequence[int], launch: Launch, path: Path) -> None:
         path_of_log = launch.log or Path(os.devnull)
         path_of_log.parent.mkdir(parents=True, exist_ok=True)
         named = ",".join(map(str, slots))

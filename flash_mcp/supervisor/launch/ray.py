@@ -67,22 +67,20 @@ class RayLauncher(ApiLauncher):
             )
             raise FlashError("target_unreachable", what, fix=fix)
         if answer.is_error and "already exists" in answer.text:
-            return self._existing(launch.key)
+            key = launch.key
+            job = self._list().get(key)
+            if job and not self._is_ours(job):
+                what = f"Ray has a job {key} already, which another state directory submitted"
+                fix = f"cancel the run, or `ray job delete {key}` if no copy of this directory "
+                fix += "needs it"
+                raise FlashError("target_refused", what, fix=fix)
+            return Handle(key, key)
         if answer.is_error:
             said = answer.text.strip().splitlines()[-1:]
             fix = "correct the target's resources in targets.toml"
             raise FlashError("target_refused", f"Ray refused: {' '.join(said)[-500:]}", fix=fix)
         self.json_of(answer)
         return Handle(launch.key, launch.key)
-
-    def _existing(self, key: str) -> Handle:
-        """The job that Ray has by that key, if this state directory submitted it."""
-        job = self._list().get(key)
-        if job and not self._is_ours(job):
-            what = f"Ray has a job {key} already, which another state directory submitted"
-            fix = f"cancel the run, or `ray job delete {key}` if no copy of this directory needs it"
-            raise FlashError("target_refused", what, fix=fix)
-        return Handle(key, key)
 
     def poll(self, handles: Sequence[Handle]) -> dict[str, JobStatus]:
         try:

@@ -69,7 +69,11 @@ class SkyLauncher(ApiLauncher):
         for job in self._list(name_match=name):
             if job["job_name"] == name:
                 return Handle(launch.key, str(job["job_id"]))
-        if self._is_taking(name):
+        # Those that it still takes
+        query = "api/status?fields=request_id&fields=name&fields=request_body"
+        asked = cast("list[Json]", self.json_of(self.ask("GET", query, None, TIMEOUT_S)))
+        bodies = [json.loads(item["request_body"]) for item in asked if item["name"] == LAUNCHES]
+        if any(body and body["name"] == name for body in bodies):
             what = "SkyPilot has not taken the job yet: it may be starting its controller"
             raise FlashError("target_unreachable", what, fix=self.unreachable)
         task = {
@@ -80,13 +84,6 @@ class SkyLauncher(ApiLauncher):
         answer = self._ask("jobs/launch", {"name": name, "task": json.dumps(task)}, LAUNCH_S)
         (number,) = answer["job_id"]
         return Handle(launch.key, str(number))
-
-    def _is_taking(self, name: str) -> bool:
-        query = "api/status?fields=request_id&fields=name&fields=request_body"
-        answer = self.ask("GET", query, None, TIMEOUT_S)
-        result = cast("list[Json]", self.json_of(answer))
-        bodies = [json.loads(item["request_body"]) for item in result if item["name"] == LAUNCHES]
-        return any(body and body["name"] == name for body in bodies)
 
     def poll(self, handles: Sequence[Handle]) -> dict[str, JobStatus]:
         numbers = {handle.id for handle in handles if handle.id}

@@ -9,7 +9,7 @@ from typing import Any
 
 from environments.untrusted_text import quoted
 from flash_mcp.exam import looks
-from flash_mcp.judgement import comparison, health, mixture, statistics
+from flash_mcp.judgement import comparison, health, statistics
 from flash_mcp.judgement.comparison import Change, Verdict
 from flash_mcp.judgement.failures import SAMPLE_ROLLOUTS, failure_counts
 from flash_mcp.judgement.health import Flag, Metrics, Trend
@@ -290,7 +290,9 @@ def _judged(store: Store, run: Run, blocked: Sequence[str] = ()) -> RunReport:
     for part in run.mixture:
         overlap = overlap or part["overlap"]
     flags = health.flags(report.metrics)
-    flags += mixture.flags_of([part["name"] for part in run.mixture], report.metrics, flags)
+    flags += comparison.flags_of_parts(
+        [part["name"] for part in run.mixture], report.metrics, flags
+    )
     evaluations = report.held_out
     is_active = run.state in ACTIVE
     # Its remedy is another evaluation, which need not interrupt whoever waits for the end.
@@ -323,10 +325,10 @@ def _mixture(store: Store, report: RunReport) -> list[str]:
     lines: list[str] = []
     total = sum(part["ratio"] for part in run.mixture)
     for part in run.mixture:
-        rows = mixture.evaluations_of(part["name"], report.evaluations)
+        rows = comparison.evaluations_of_part(part["name"], report.evaluations)
         pairs = store.pairs(run.id, rows, part["name"])
         share, is_active = part["ratio"] / total, run.state in ACTIVE
-        lines.append(mixture.line(part, share, report.metrics, rows, pairs, is_active))
+        lines.append(comparison.line_of_part(part, share, report.metrics, rows, pairs, is_active))
     return lines
 
 
