@@ -195,23 +195,15 @@ def compare(
         result.reward = changes["reward"]
     if further:
         result.table = [_line(result.base), _line(result.other, result.verdict, changes[metric])]
-        result.table += _lines(store, further, metric, min_change)
+        for one in further:
+            change = one.change(metric, min_change, count)
+            side = _side(one.other)
+            line = _line(side, _judged(one, change, _memory(store, one)), change)
+            line.of = side.of
+            result.table.append(line)
         sides = [pair.base, *(item.other for item in (pair, *further))]
         result.best = _best(sides, metric, min_change, count)
     return result
-
-
-def _lines(
-    store: Store, pairs: Sequence[Pair], metric: Metric, effect: float
-) -> list[ComparisonLine]:
-    lines: list[ComparisonLine] = []
-    for pair in pairs:
-        change = pair.change(metric, effect, 1 + len(pairs))
-        side = _side(pair.other)
-        line = _line(side, _judged(pair, change, _memory(store, pair)), change)
-        line.of = side.of
-        lines.append(line)
-    return lines
 
 
 def _judged(pair: Pair, change: Change, memory: Flag | None) -> Judged:

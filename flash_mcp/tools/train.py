@@ -123,11 +123,12 @@ def _with_fields_of_run_spec(
     for name, info in RunSpec.model_fields.items():
         # The annotation of the argument that gives this field of RunSpec
         text = unwrapped(info.description or "")
-        arguments = [
-            f"{_shown(recipe[name])} ({algorithm})"
-            for algorithm, recipe in RECIPES.items()
-            if name in recipe
-        ]
+        arguments: list[str] = []
+        for algorithm, recipe in RECIPES.items():
+            if name in recipe:
+                value = recipe[name]
+                shown_value = f"{value:g}" if isinstance(value, float) else value
+                arguments.append(f"{shown_value} ({algorithm})")
         if arguments:
             text += f" Default: {', '.join(arguments)}."
         default = default_of(name)
@@ -141,10 +142,6 @@ def _with_fields_of_run_spec(
     signature = inspect.Signature(parameters, return_annotation=Train)
     function.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
     return function
-
-
-def _shown(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 COMMON = (

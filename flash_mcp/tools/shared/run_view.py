@@ -15,7 +15,7 @@ from flash_mcp.judgement.failures import SAMPLE_ROLLOUTS, failure_counts
 from flash_mcp.judgement.health import Flag, Metrics, Trend
 from flash_mcp.protocol.base_models import pinned
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.records import ACTIVE, Checkpoint, Evaluation, Rollout, Run, RunState
+from flash_mcp.protocol.records import ACTIVE, Checkpoint, Evaluation, Run, RunState
 from flash_mcp.protocol.result_model import ResultModel, Rounded, rounded
 from flash_mcp.protocol.spec import AUTO, LOCAL_TARGET, EvalSpec
 from flash_mcp.state import costs, queue
@@ -228,7 +228,11 @@ def report_on(store: Store, run_id: str, *, detailed: bool = False) -> RunReport
     if run.state == "queued":
         view.queued_ahead = queue.queued_ahead(store, run)
     if detailed:
-        view.failures = failure_counts(_newest_rollouts(store, run.id)) or None
+        for split in ("train", "eval"):
+            if steps := store.rollout_steps(run.id, split):
+                rows = store.rollouts(run.id, split, steps[-1], "random", limit=SAMPLE_ROLLOUTS)
+                view.failures = failure_counts(rows) or None
+                break
         view.metrics = _metrics(report.metrics) or None
         commit = store.model_commit(run.id) or run.lineage.get("model_commit")
         lineage = Lineage(
@@ -347,6 +351,11 @@ def _view(store: Store, report: RunReport) -> RunView:
     shown_values = {
         name: float(f"{value:.4g}") for name, value in values.items() if value is not None
     }
+    told = (event.message for event in store.events(run.id, 3, ["warning"]))
+    warnings = [shorten(warning, 300) for warning in (*report.blocked, *told)]
+    if lost := store.lost_steps(run):
+        were = "1 step was" if lost == 1 else f"{lost} steps were"
+        warnings.insert(0, f"{were} lost: the attempt was killed before it had saved")
     view = RunView(
         run_id=run.id,
         name=run.name,
@@ -367,7 +376,7 @@ def _view(store: Store, report: RunReport) -> RunView:
         newest=shown_values or None,
         checkpoint=report.checkpoint,
         flags=list(report.flags) or None,
-        warnings=_warnings(store, report),
+        warnings=warnings or None,
         error=_failure(store, run),
     )
     if report.better:
@@ -390,15 +399,6 @@ def _view(store: Store, report: RunReport) -> RunView:
         if run.evaluation.is_sample:
             view.outlook = health.sample_outlook(report.flags)
     return view
-
-
-def _warnings(store: Store, report: RunReport) -> list[str] | None:
-    told = (event.message for event in store.events(report.run.id, 3, ["warning"]))
-    warnings = [shorten(warning, 300) for warning in (*report.blocked, *told)]
-    if lost := store.lost_steps(report.run):
-        were = "1 step was" if lost == 1 else f"{lost} steps were"
-        warnings.insert(0, f"{were} lost: the attempt was killed before it had saved")
-    return warnings or None
 
 
 def _last_step(store: Store, run: Run) -> str | None:
@@ -483,14 +483,6 @@ def _log_tail(store: Store, run: Run, characters: int) -> str:
 
 
 # -- the detailed form -----------------------------------------------------------------------------
-
-
-def _newest_rollouts(store: Store, run_id: str) -> list[Rollout]:
-    for split in ("train", "eval"):
-        steps = store.rollout_steps(run_id, split)
-        if steps:
-            return store.rollouts(run_id, split, steps[-1], "random", limit=SAMPLE_ROLLOUTS)
-    return []
 
 
 def _metrics(history: Sequence[Metrics]) -> dict[str, str]:

@@ -249,8 +249,11 @@ def obstacles(store: Store, run: Run) -> list[str]:
         return [run.pending_reason] if run.pending_reason else []
     if run.error and run.error["code"] in ("disk_full", "held"):
         return [str(FlashError.from_dict(run.error))]
-    if run.target != LOCAL_TARGET and (result := _target_trouble(store, run)):
-        return result
+    if run.target != LOCAL_TARGET:
+        try:
+            find_target(store.base, run.target)
+        except FlashError as error:
+            return [f"{error} Until then the run waits."]
     if run.state == "queued" and (limit := costs.limit_error(store, run.owner)):
         return [str(limit)]
     is_here = run.target == LOCAL_TARGET
@@ -260,12 +263,4 @@ def obstacles(store: Store, run: Run) -> list[str]:
     absent = secrets.lacking(store.base, run.id, run.spec.secrets)
     if absent:
         return [str(secrets.missing(run.id, absent))]
-    return []
-
-
-def _target_trouble(store: Store, run: Run) -> list[str]:
-    try:
-        find_target(store.base, run.target)
-    except FlashError as error:
-        return [f"{error} Until then the run waits."]
     return []

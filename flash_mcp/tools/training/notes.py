@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -52,7 +51,9 @@ def notes_on(plan: Plan) -> list[str]:
                 notes.append(f"{what}: {flag.evidence}; {fix}")
     notes += [*_of_earlier(plan), *_of_tasks(plan), *_of_steps(plan), *_of_evaluations(plan)]
     notes += filter(None, [plan.placed, *_of_model(plan), *(need.warning() for need in plan.needs)])
-    if missing := _missing(plan.spec.report_to):
+    packages = {"tensorboard": ("tensorboard", "tensorboardX")}
+    wanted = {name: packages.get(name, (name,)) for name in plan.spec.report_to}
+    if missing := [name for name, ways in wanted.items() if not any(map(find_spec, ways))]:
         notes.append(f"not installed here, so it gets no metrics: {', '.join(missing)}")
     return notes + _of_gate(plan)
 
@@ -220,8 +221,3 @@ def _of_gate(plan: Plan) -> list[str]:
         elif gate.is_refused:
             notes.append(f"env_test {gate}: train refuses that without accept_failed_gate=true")
     return notes
-
-
-def _missing(report_to: Sequence[str]) -> list[str]:
-    packages = {"tensorboard": ("tensorboard", "tensorboardX")}
-    return [name for name in report_to if not any(map(find_spec, packages.get(name, (name,))))]

@@ -148,23 +148,19 @@ class DiskNeed:
 
 
 def disk_need(store: Store, spec: RunSpec, card: ModelCard, steps: int) -> DiskNeed | None:
-    adapter = _measured(store, spec) or _computed(spec, card)
+    adapter = 0
+    for run in store.runs(limit=50):  # the newest checkpoint of a run of the same model
+        saved = run.model == spec.model and run.algorithm != "eval" and store.checkpoints(run.id)
+        if saved:
+            adapter = saved[-1].size_bytes * spec.lora_rank // run.training.lora_rank
+            break
+    adapter = adapter or _computed(spec, card)
     if not adapter:
         return None
     saves = math.ceil(steps / spec.save_every)
     # The newest and the best one are kept besides.
     kept = min(saves, spec.keep_checkpoints + 2)
     return DiskNeed(adapter, kept, shutil.disk_usage(store.base).free)
-
-
-def _measured(store: Store, spec: RunSpec) -> int:
-    """From the newest checkpoint of a run of the same model."""
-    for run in store.runs(limit=50):
-        if run.model != spec.model or run.algorithm == "eval":
-            continue
-        if saved := store.checkpoints(run.id):
-            return saved[-1].size_bytes * spec.lora_rank // run.training.lora_rank
-    return 0
 
 
 def _computed(spec: RunSpec, card: ModelCard) -> int:
