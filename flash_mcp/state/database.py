@@ -136,23 +136,17 @@ class Connection:
         kind = "all" if caller().is_local else "own"
         db: Database | None = getattr(self._local, kind, None)
         if db is None:
-            with _named_errors(self.path):
-                db = self._open(kind)
+            with _named_errors(self.path), ExitStack() as on_error:
+                db = _read_only(self.path) if self.is_read_only else Database(self.path)
+                on_error.callback(db.close)
+                # Transactions begin where `transaction` says so, not where the module guesses.
+                db.conn.isolation_level = None
+                _wait_for_locks(db, BUSY_TIMEOUT_S)
+                execute(db, f"PRAGMA synchronous={SYNCHRONOUS}")
+                if kind == "own":
+                    _hide_what_is_not_the_callers(db)
+                on_error.pop_all()
             setattr(self._local, kind, db)
-        return db
-
-    def _open(self, kind: str) -> Database:
-        with ExitStack() as on_error:
-            db = _read_only(self.path) if self.is_read_only else Database(self.path)
-            on_error.callback(db.close)
-            # Transactions begin where `transaction` says so, not where the module
-            # guesses.
-            db.conn.isolation_level = None
-            _wait_for_locks(db, BUSY_TIMEOUT_S)
-            execute(db, f"PRAGMA synchronous={SYNCHRONOUS}")
-            if kind == "own":
-                _hide_what_is_not_the_callers(db)
-            on_error.pop_all()
         return db
 
     def close(self) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from environments.settings import FILE
@@ -68,10 +69,7 @@ def size_of(folder: Path) -> int:
     """Bytes of a file or of all files below a folder; 0 if there is none. Files may vanish."""
     if folder.is_file():
         return folder.stat().st_size
-    return sum(_sizes(folder))
-
-
-def _sizes(folder: Path) -> Iterator[int]:
+    total = 0
     # A stack, not recursion: environment code may nest folders as deeply as it likes.
     waiting = [os.fspath(folder)]
     while waiting:
@@ -83,10 +81,9 @@ def _sizes(folder: Path) -> Iterator[int]:
             if entry.is_dir(follow_symlinks=False):
                 waiting.append(entry.path)
                 continue
-            try:
-                yield entry.stat(follow_symlinks=False).st_size
-            except FileNotFoundError:
-                continue
+            with suppress(FileNotFoundError):
+                total += entry.stat(follow_symlinks=False).st_size
+    return total
 
 
 def usage(base: Path) -> dict[str, int]:

@@ -191,8 +191,18 @@ def find_deployment(store: Store, reference: str | None, *, to_end: bool = False
     if reference is None:
         if len(live) == 1:
             return live[0]
+        if to_end and not live:
+            raise FlashError("unknown_deployment", "nothing is deployed", fix=NOTHING_TO_END)
         if not live:
-            raise _nothing_deployed(store, to_end=to_end)
+            # Why the last one ended, unless somebody ended it
+            what, fix, cause = "nothing is deployed", DEPLOYS, ""
+            last = max(store.deployments(), key=lambda row: row.updated, default=None)
+            if last and last.error and (last.state == "failed" or ended_idle(last)):
+                what += f"; {last.id} ended: {last.error['what']}"
+                fix = f"deploy(run_id={last.run_id!r}, step={last.step}) starts it again"
+                # others' deployments share the rest
+                cause = last.error.get("wrote", "").split("\n")[0]
+            raise FlashError("unknown_deployment", what, fix=fix, wrote=cause)
         fix = f"name one of: {', '.join(row.id for row in live)}"
         raise FlashError("unknown_deployment", f"{len(live)} deployments are there", fix=fix)
     results = [row for row in store.deployments() if reference in (row.id, row.name)]
@@ -208,19 +218,6 @@ def find_deployment(store: Store, reference: str | None, *, to_end: bool = False
         what = f"there is no deployment {reference!r}, and none is served"
         raise FlashError("unknown_deployment", what, fix=NOTHING_TO_END)
     return store.deployment(reference)
-
-
-def _nothing_deployed(store: Store, *, to_end: bool) -> FlashError:
-    """Says why the last deployment ended, unless somebody ended it."""
-    if to_end:
-        return FlashError("unknown_deployment", "nothing is deployed", fix=NOTHING_TO_END)
-    last = max(store.deployments(), key=lambda row: row.updated, default=None)
-    if last and last.error and (last.state == "failed" or ended_idle(last)):
-        what = f"nothing is deployed; {last.id} ended: {last.error['what']}"
-        fix = f"deploy(run_id={last.run_id!r}, step={last.step}) starts it again"
-        cause = last.error.get("wrote", "").split("\n")[0]  # others' deployments share the rest
-        return FlashError("unknown_deployment", what, fix=fix, wrote=cause)
-    return FlashError("unknown_deployment", "nothing is deployed", fix=DEPLOYS)
 
 
 def fetch_adapter(store: Store, run: Run, step: int) -> Path:
