@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,6 @@ from worker.rollouts.metrics import of_environment, staleness, summarize, summar
 from worker.rollouts.scheduler import (
     PlayedRollout,
     RolloutTask,
-    StepsAhead,
     TalkLimits,
     grouped,
     groups_of,
@@ -44,6 +44,31 @@ from worker.training.trackers import eval_metrics
 log = logging.getLogger("worker")
 REGRESSION_TOKENS = 32
 """Of one answer there; the package's tasks need fewer."""
+
+
+class StepsAhead:
+    """The rollouts of one step after the other, by `collect`. Those of later steps may begin before
+    their step, and go on from one call to the next.
+
+    A step always has the rollouts of its own tasks: one that waited for whatever ends first would
+    train the short ones first."""
+
+    def __init__(self, collect: Callable[[int], Coroutine[Any, Any, list[PlayedRollout]]]) -> None:
+        self._collect = collect
+        self._under_way: dict[int, asyncio.Task[list[PlayedRollout]]] = {}
+
+    async def take(self, step: int, last: int) -> list[PlayedRollout]:
+        """The rollouts of `step`. Those of the steps up to `last` begin."""
+        for number in range(step, last + 1):
+            if number not in self._under_way:
+                self._under_way[number] = asyncio.create_task(self._collect(number))
+        return await self._under_way.pop(step)
+
+    async def aclose(self) -> None:
+        under_way = self._under_way.values()
+        for task in under_way:
+            task.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
 
 
 class TrainingSession(Session[RunSpec]):

@@ -13,9 +13,10 @@ from environments.process.host import Score, Step
 from environments.same_task import kind_of
 from tests.tiny import CHATML, make_tokenizer
 from tests.virtual import FakeEngine, FakeHost, rolled, run_virtually
-from worker.rollouts.scheduler import Generator, PlayedRollout, RolloutTask, StepsAhead, TalkLimits, collect
+from worker.rollouts.scheduler import Generator, PlayedRollout, RolloutTask, TalkLimits, collect
 from worker.rollouts.transcript import ChatTemplate
 from worker.rollouts.turns import Completion, Sampling
+from worker.training_session import StepsAhead
 
 TEMPLATE = ChatTemplate(make_tokenizer())
 LIMITS = TalkLimits(max_tokens=12, max_length=400)

@@ -21,7 +21,7 @@ import itertools
 import logging
 import zlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Self, cast
 
@@ -305,31 +305,6 @@ class Generator:
                 if not future.done():
                     future.set_exception(error)
         self._warm |= fresh
-
-
-class StepsAhead:
-    """The rollouts of one step after the other, by `collect`. Those of later steps may begin before
-    their step, and go on from one call to the next.
-
-    A step always has the rollouts of its own tasks: one that waited for whatever ends first would
-    train the short ones first."""
-
-    def __init__(self, collect: Callable[[int], Coroutine[Any, Any, list[PlayedRollout]]]) -> None:
-        self._collect = collect
-        self._under_way: dict[int, asyncio.Task[list[PlayedRollout]]] = {}
-
-    async def take(self, step: int, last: int) -> list[PlayedRollout]:
-        """The rollouts of `step`. Those of the steps up to `last` begin."""
-        for number in range(step, last + 1):
-            if number not in self._under_way:
-                self._under_way[number] = asyncio.create_task(self._collect(number))
-        return await self._under_way.pop(step)
-
-    async def aclose(self) -> None:
-        under_way = self._under_way.values()
-        for task in under_way:
-            task.cancel()
-        await asyncio.gather(*under_way, return_exceptions=True)
 
 
 async def collect(
