@@ -91,16 +91,7 @@ def remove(store: Store, reference: str, *, dry_run: bool = False) -> Removed:
             raise _in_use(reference, "a backup is being made", "repeat it after the backup")
         owner, _, version = reference.rpartition("/")
         name, at, digest = version.partition("@")
-        versions: list[_Version] = []
-        for row in store.environments():
-            if row.name == name:
-                versions.append(
-                    _Version("environment", row.owner, name, row.digest, Path(row.path))
-                )
-        for whose, path in datasets.everyones(store.base):
-            if path.parent.name == name:
-                versions.append(_Version("dataset", whose, name, path.name, path))
-        versions.sort(key=lambda item: item.owner != LOCAL_OWNER)
+        versions = _versions(store, name)
         if not at and not versions:
             result = _export(store, reference) or _run(store, reference)
         else:
@@ -158,6 +149,18 @@ def move_away(store: Store, folders: Iterable[Path]) -> None:
 def empty_away(store: Store) -> None:
     """Delete what was moved away, also by a process that was killed before it did."""
     shutil.rmtree(store.base / "removed", ignore_errors=True)
+
+
+def _versions(store: Store, name: str) -> list[_Version]:
+    """Those of every owner, the local one's first."""
+    results: list[_Version] = []
+    for row in store.environments():
+        if row.name == name:
+            results.append(_Version("environment", row.owner, name, row.digest, Path(row.path)))
+    for owner, path in datasets.everyones(store.base):
+        if path.parent.name == name:
+            results.append(_Version("dataset", owner, name, path.name, path))
+    return sorted(results, key=lambda version: version.owner != LOCAL_OWNER)
 
 
 def _run(store: Store, run_id: str) -> _Item:

@@ -71,11 +71,7 @@ def request(
     live = store.deployments(LIVE_DEPLOYMENT)
     for row in live:
         if row.id == deployment_id and _stays(row, target):
-            if changes := without_none({"idle_minutes": idle_minutes, "record": record}):
-                if record is not None:
-                    _record(store, row.id, is_on=record)
-                store.update_deployment(row.id, expected_states=(row.state,), **changes)
-            return store.deployment(row.id)
+            return _changed(store, row, idle_minutes=idle_minutes, record=record)
         if (row.name, row.owner) == (name, run.owner) and row.id != deployment_id:
             fix = f"choose another name, or undeploy({row.id!r}) first"
             raise FlashError(
@@ -147,6 +143,16 @@ def _stays(row: Deployment, target: str | None) -> bool:
         what = f"{row.id} is served on {place} already"
         raise FlashError("invalid_argument", what, target=target, fix=fix)
     return True
+
+
+def _changed(store: Store, row: Deployment, **requested: float | None) -> Deployment:
+    changes = without_none(requested)
+    if not changes:
+        return row
+    if "record" in changes:
+        _record(store, row.id, is_on=changes["record"])
+    store.update_deployment(row.id, expected_states=(row.state,), **changes)
+    return store.deployment(row.id)
 
 
 def _record(store: Store, deployment_id: str, *, is_on: bool) -> None:

@@ -376,14 +376,7 @@ class RunReconciler:
         if attempt is None or not queue.is_under_way(self.store, run):
             return
         if self._waits_for_secrets(run, attempt):
-            # Sealed for an attempt on another machine, once it asks for them
-            offer = None
-            if not run.cancel_requested and not self.vault.lacking(run.id, run.spec.secrets):
-                offer = attempt.folder.offer(attempt.number)
-            if offer:
-                if sealed := self.target.seal(run, offer, self._secrets_of(run)):
-                    attempt.folder.put_sealed(attempt.number, sealed)
-                attempt.has_secrets = True
+            self._hand_over_secrets(run, attempt)
         spent = None if run.cancel_requested else costs.used_up(run, self.base)
         if spent and not final_result(attempt.folder):
             run = queue.request_cancel(self.store, run.id, spent)
@@ -396,13 +389,8 @@ class RunReconciler:
         if attempt.has_news(status, self.target.read_every_s):
             with attempt.folder.listed():
                 self._read(run, attempt)
-                result, last = final_result(attempt.folder), attempt.folder.result()
-            # One that gave up in a way that another attempt may cure
-            if not result and last and last["epoch"] == attempt.number:
-                what = f"attempt {attempt.number} gave up"
-                retryable = FlashError("worker_failed", what, run_id=run.id)
-                if last["error"]:
-                    retryable = FlashError.from_dict(last["error"])
+                result = final_result(attempt.folder)
+                retryable = None if result else self._retryable_error(run, attempt)
         if result:
             self._settle(run, attempt, result, status)
             return
@@ -421,6 +409,24 @@ class RunReconciler:
                 fix = f"train(resume={run.id!r}) lets it go on, and cancel ends it"
                 held = FlashError("held", what, fix=fix)
             self._replace(run, attempt, held or error)
+
+    def _hand_over_secrets(self, run: Run, attempt: Attempt) -> None:
+        """Seal the secrets for an attempt on another machine, once it asks for them."""
+        if run.cancel_requested or self.vault.lacking(run.id, run.spec.secrets):
+            return
+        if offer := attempt.folder.offer(attempt.number):
+            if sealed := self.target.seal(run, offer, self._secrets_of(run)):
+                attempt.folder.put_sealed(attempt.number, sealed)
+            attempt.has_secrets = True
+
+    def _retryable_error(self, run: Run, attempt: Attempt) -> FlashError | None:
+        """The error of an attempt that gave up in a way that another attempt may cure."""
+        result = attempt.folder.result()
+        if result is None or result["epoch"] != attempt.number:
+            return None
+        if result["error"]:
+            return FlashError.from_dict(result["error"])
+        return FlashError("worker_failed", f"attempt {attempt.number} gave up", run_id=run.id)
 
     def _may_be_restarted(self, attempt: Attempt, error: FlashError, status: JobStatus) -> bool:
         """Whether the engine, which took the attempt's machine away, may start its job again. Other

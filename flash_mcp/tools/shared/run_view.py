@@ -15,7 +15,7 @@ from flash_mcp.judgement.failures import SAMPLE_ROLLOUTS, failure_counts
 from flash_mcp.judgement.health import Flag, Metrics, Trend
 from flash_mcp.protocol.base_models import pinned
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.records import ACTIVE, Checkpoint, Evaluation, Run, RunState
+from flash_mcp.protocol.records import ACTIVE, Checkpoint, Evaluation, Rollout, Run, RunState
 from flash_mcp.protocol.result_model import ResultModel, Rounded, rounded
 from flash_mcp.protocol.spec import AUTO, LOCAL_TARGET, EvalSpec
 from flash_mcp.state import costs, queue
@@ -228,26 +228,9 @@ def report_on(store: Store, run_id: str, *, detailed: bool = False) -> RunReport
     if run.state == "queued":
         view.queued_ahead = queue.queued_ahead(store, run)
     if detailed:
-        for split in ("train", "eval"):
-            if steps := store.rollout_steps(run.id, split):
-                rows = store.rollouts(run.id, split, steps[-1], "random", limit=SAMPLE_ROLLOUTS)
-                view.failures = failure_counts(rows) or None
-                break
+        view.failures = failure_counts(_newest_rollouts(store, run.id)) or None
         view.metrics = _metrics(report.metrics) or None
-        commit = store.model_commit(run.id) or run.lineage.get("model_commit")
-        lineage = Lineage(
-            model=pinned(run.model, commit),
-            code=run.lineage.get("code"),
-            environment=run.environment_references,
-            checkpoints={row.step: row.digest for row in report.checkpoints[-3:]} or None,
-            gate=run.lineage.get("gate"),
-        )
-        if run.init_adapter:
-            lineage.parent = adapter_name(run.init_adapter)
-            lineage.parent_digest = run.init_adapter["digest"]
-        if run.dataset:
-            lineage.dataset = f"{run.dataset['name']}@{run.dataset['digest']}"
-        view.lineage = lineage
+        view.lineage = _lineage(store, report)
         view.values = without_empty(run.spec.model_dump())
         view.sources = by_source(run.sources)
         view.log_tail = _log_tail(store, run, 2500) or None
@@ -260,10 +243,8 @@ def report_on(store: Store, run_id: str, *, detailed: bool = False) -> RunReport
         report.near = store.near(run)
     if run.state == "succeeded":
         served = (run.id, report.best or report.checkpoint)
-        ready = store.deployments(("ready",))
-        report.deployment = next(
-            (row.id for row in ready if (row.run_id, row.step) == served), None
-        )
+        ready = {(row.run_id, row.step): row.id for row in reversed(store.deployments(("ready",)))}
+        report.deployment = ready.get(served)
     return report
 
 
@@ -342,7 +323,7 @@ def _mixture(store: Store, report: RunReport) -> list[str]:
 def _view(store: Store, report: RunReport) -> RunView:
     run = report.run
     recent = health.Steps(report.metrics).recent()
-    newest = recent.metrics[-1] if recent.metrics else {}
+    newest: Metrics = recent.metrics[-1] if recent.metrics else {}
     step = max(run.step, int(newest.get("step") or 0))
     step_s = _step_s(store, run, recent)
     evaluations = report.held_out
@@ -351,11 +332,6 @@ def _view(store: Store, report: RunReport) -> RunView:
     shown_values = {
         name: float(f"{value:.4g}") for name, value in values.items() if value is not None
     }
-    told = (event.message for event in store.events(run.id, 3, ["warning"]))
-    warnings = [shorten(warning, 300) for warning in (*report.blocked, *told)]
-    if lost := store.lost_steps(run):
-        were = "1 step was" if lost == 1 else f"{lost} steps were"
-        warnings.insert(0, f"{were} lost: the attempt was killed before it had saved")
     view = RunView(
         run_id=run.id,
         name=run.name,
@@ -376,7 +352,7 @@ def _view(store: Store, report: RunReport) -> RunView:
         newest=shown_values or None,
         checkpoint=report.checkpoint,
         flags=list(report.flags) or None,
-        warnings=warnings or None,
+        warnings=_warnings(store, report),
         error=_failure(store, run),
     )
     if report.better:
@@ -399,6 +375,16 @@ def _view(store: Store, report: RunReport) -> RunView:
         if run.evaluation.is_sample:
             view.outlook = health.sample_outlook(report.flags)
     return view
+
+
+def _warnings(store: Store, report: RunReport) -> list[str] | None:
+    warnings = [shorten(warning, 300) for warning in report.blocked]
+    for event in store.events(report.run.id, 3, ["warning"]):
+        warnings.append(shorten(event.message, 300))
+    if lost := store.lost_steps(report.run):
+        were = "1 step was" if lost == 1 else f"{lost} steps were"
+        warnings.insert(0, f"{were} lost: the attempt was killed before it had saved")
+    return warnings or None
 
 
 def _last_step(store: Store, run: Run) -> str | None:
@@ -483,6 +469,32 @@ def _log_tail(store: Store, run: Run, characters: int) -> str:
 
 
 # -- the detailed form -----------------------------------------------------------------------------
+
+
+def _lineage(store: Store, report: RunReport) -> Lineage:
+    run = report.run
+    commit = store.model_commit(run.id) or run.lineage.get("model_commit")
+    lineage = Lineage(
+        model=pinned(run.model, commit),
+        code=run.lineage.get("code"),
+        environment=run.environment_references,
+        checkpoints={row.step: row.digest for row in report.checkpoints[-3:]} or None,
+        gate=run.lineage.get("gate"),
+    )
+    if run.init_adapter:
+        lineage.parent = adapter_name(run.init_adapter)
+        lineage.parent_digest = run.init_adapter["digest"]
+    if run.dataset:
+        lineage.dataset = f"{run.dataset['name']}@{run.dataset['digest']}"
+    return lineage
+
+
+def _newest_rollouts(store: Store, run_id: str) -> list[Rollout]:
+    for split in ("train", "eval"):
+        steps = store.rollout_steps(run_id, split)
+        if steps:
+            return store.rollouts(run_id, split, steps[-1], "random", limit=SAMPLE_ROLLOUTS)
+    return []
 
 
 def _metrics(history: Sequence[Metrics]) -> dict[str, str]:
