@@ -11,7 +11,7 @@ import sys
 ENGINES = "scripts/test-engines --quick"
 LEARNED = "tests/test_learning_from_use.py"
 LOOP = f"tests/test_loop.py {LEARNED} tests/cli/test_demo.py"
-KILLED = "tests/test_crash.py tests/supervisor/test_damage.py tests/worker/test_mixture.py"
+KILLED = "tests/test_crash.py tests/supervisor/test_trouble.py tests/worker/test_mixture.py"
 GATE = "tests/environments/test_gate.py tests/environments/test_gate_suite.py"
 TOURNAMENT = "tests/extensions/tournament/test_with_a_model.py"
 GATEWAY = "tests/extensions/gateway/test_gateway.py"

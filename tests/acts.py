@@ -434,8 +434,7 @@ async def faults(folder: Path, head: str) -> dict[str, str]:
 
 
 async def all_tried(folder: Path, head: str, *, with_faults: bool) -> dict[str, dict[str, str]]:
-    found = await tried(folder, head)
-    return found | {"faults": await faults(folder, head) if with_faults else {}}
+    return (await tried(folder, head)) | {"faults": await faults(folder, head) if with_faults else {}}
 
 
 def main() -> None:
@@ -443,8 +442,7 @@ def main() -> None:
     host.ABANDON_TIMEOUT_S = 0.5
     values = json.loads(names).items()
     head = PRELUDE + "".join(f"{name} = {value!r}\n" for name, value in values)
-    found = asyncio.run(all_tried(Path(folder), head, with_faults=more == ["faults"]))
-    sys.stdout.write(json.dumps(found))
+    sys.stdout.write(json.dumps(asyncio.run(all_tried(Path(folder), head, with_faults=more == ["faults"]))))
 
 
 if __name__ == "__main__":

@@ -341,10 +341,8 @@ def defects_of(store: Store, run: Run, steps: int, *, is_quick: bool) -> list[st
         for step in folder.checkpoints.steps():
             saved = folder.checkpoints.fetch(step, Path(scratch, str(step)))
             if is_quick:
-                state = (saved / "state").read_text()
-                expect(f"state after step {step}", state, state_after(step))
-    left = list(Path(tempfile.gettempdir()).glob(f"{scratch_prefix(run.folder)}*"))
-    expect("scratch folders", left, [])
+                expect(f"state after step {step}", (saved / "state").read_text(), state_after(step))
+    expect("scratch folders", list(Path(tempfile.gettempdir()).glob(f"{scratch_prefix(run.folder)}*")), [])
     return defects
 
 

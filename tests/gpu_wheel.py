@@ -4,7 +4,7 @@
 
 Compares the checksums that both packages list of their Python files, and writes the result to
 tests/gpu/vllm.json. `pip download --no-deps` fetches the wheel, which is not installed.
-tests/test_gpu_wheel.py compares the installed package with the result. So the contract tests of
+tests/test_gpu_check.py compares the installed package with the result. So the contract tests of
 private names (tests/worker/test_engine.py) hold for the GPU's engine too."""
 
 import csv

@@ -25,12 +25,8 @@ DOCUMENT = ROOT / "docs" / "hubs.md"
 HELD_OUT = 24
 WAIT_S = 1800.0  # what the packages of an environment may take to be installed
 COMMON: dict[str, Any] = {
-    "lora_rank": 16,
-    "lora_alpha": 32,
-    "eval_after": True,
-    "eval_examples": HELD_OUT,
-    "accept_failed_gate": True,
-}
+    "lora_rank": 16, "lora_alpha": 32, "eval_after": True, "eval_examples": HELD_OUT, "accept_failed_gate": True,
+}  # fmt: skip
 GRPO: dict[str, Any] = {"batch_size": 4, "group_size": 8, "learning_rate": 1e-4}
 
 

@@ -222,8 +222,7 @@ async def _compare(host: EnvironmentHost, tried: Tried) -> None:
 
 async def try_hub(hub: Hub, scratch: Path) -> None:
     folder = hub.folder(hub.names[0] if hub.names else "", scratch)
-    python = await requirements.interpreter(folder)
-    versions = (python.parents[2] / "ready").read_text()
+    versions = ((await requirements.interpreter(folder)).parents[2] / "ready").read_text()
     found = re.search(rf"(?im)^{re.escape(hub.package)}==(\S+)", versions)
     hub.version = found[1] if found else "?"
     names = hub.names or await _names(folder)
@@ -264,8 +263,7 @@ def joined(found: list[Hub]) -> list[Hub]:
 
 def write(text: str, document: Path, block: str) -> None:
     """Put the rows into this block of the document. Rows of what was not played stay."""
-    old = document.read_text()
-    before, start, rest = old.partition(f"<!-- {block} -->\n")
+    before, start, rest = document.read_text().partition(f"<!-- {block} -->\n")
     known, end, after = rest.partition(f"<!-- /{block} -->")
     columns = 2 if block == "hubs" else 3
     rows = {tuple(line.split("|")[1:columns]): line for line in (known + text).splitlines()}

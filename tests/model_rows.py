@@ -15,16 +15,9 @@ from tests.tiny import make_tokenizer
 CONTEXT = 1024
 WINDOW = 32
 COMMON = {
-    "vocab_size": 260,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "max_position_embeddings": CONTEXT,
-    "tie_word_embeddings": False,
-}
+    "vocab_size": 260, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": CONTEXT, "tie_word_embeddings": False,
+}  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LINEAR = {
     "num_hidden_layers": 4,

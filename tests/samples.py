@@ -20,6 +20,12 @@ from flash_mcp.supervisor.process import take_lock
 from flash_mcp.supervisor.secrets import Vault
 
 ROLLOUTS = 8
+HEALTHY = {
+    "groups/uniform_share": 0.1, "rollouts/truncated_share": 0.0, "rollouts/error_share": 0.0,
+    "tokens/completion_mean": 20.0, "loss": 0.01, "grad_norm": 0.5, "entropy": 1.0, "time/step_s": 2.0,
+    "engine/tokens_per_s": 500.0,
+}  # fmt: skip
+"""Metrics of a step that are no reason to worry."""
 EVAL_EXAMPLES = 100
 
 ENVIRONMENT = """
@@ -125,24 +131,8 @@ def learn(writer: RunWriter, steps: Iterable[int], of: int = 20, **metrics: floa
         reward = 0.1 + 0.8 * step / of + 0.02 * math.sin(step)
         rollouts = [sample_rollout(step, index, reward) for index in range(ROLLOUTS)]
         writer.rollouts(step, rollouts)
-        writer.metrics(
-            step,
-            {
-                "reward/mean": reward,
-                "reward/std": 0.2,
-                "success/rate": reward,
-                "groups/uniform_share": 0.1,
-                "rollouts/truncated_share": 0.0,
-                "rollouts/error_share": 0.0,
-                "tokens/completion_mean": 20.0,
-                "loss": 0.01,
-                "grad_norm": 0.5,
-                "entropy": 1.0,
-                "time/step_s": 2.0,
-                "engine/tokens_per_s": 500.0,
-                **metrics,
-            },
-        )
+        values = {"reward/mean": reward, "reward/std": 0.2, "success/rate": reward, **HEALTHY, **metrics}
+        writer.metrics(step, values)
         writer.beat(step, "train")
 
 
@@ -158,30 +148,17 @@ def evaluate(writer: RunWriter, step: int, solved: int, of: int = EVAL_EXAMPLES,
 
 
 def sample_rollout(step: int, index: int, reward: float, text: str = "The answer is 84.") -> dict[str, Any]:
+    messages = [
+        {"role": "system", "content": "Use <calc> to calculate."},
+        {"role": "user", "content": f"What is {step} * {index}?"},
+        {"role": "assistant", "content": text},
+    ]
     return {
-        "step": step,
-        "index": index,
-        "group": index // 4,
-        "task_id": f"train-{index // 4}",
-        "messages": [
-            {"role": "system", "content": "Use <calc> to calculate."},
-            {"role": "user", "content": f"What is {step} * {index}?"},
-            {"role": "assistant", "content": text},
-        ],
-        "reward": reward + index / 1000,
-        "success": reward > 0.5,
-        "advantage": 0.25,
-        "metrics": {"format": 1.0},
-        "reason": None,
-        "error": None,
-        "turns": 1,
-        "prompt_tokens": 30,
-        "completion_tokens": 8,
-        "env_tokens": 0,
-        "truncated": False,
-        "finish": "done",
-        "seconds": 0.5,
-    }
+        "step": step, "index": index, "group": index // 4, "task_id": f"train-{index // 4}", "messages": messages,
+        "reward": reward + index / 1000, "success": reward > 0.5, "advantage": 0.25, "metrics": {"format": 1.0},
+        "reason": None, "error": None, "turns": 1, "prompt_tokens": 30, "completion_tokens": 8, "env_tokens": 0,
+        "truncated": False, "finish": "done", "seconds": 0.5,
+    }  # fmt: skip
 
 
 def save_adapter(

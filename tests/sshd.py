@@ -45,8 +45,7 @@ def configure(folder: Path, port: int, more: str = "") -> list[str]:
     for name in ("key", "host_key"):
         command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name]
         subprocess.run(command, check=True)
-    text = SSHD.format(folder=folder, port=port)
-    (folder / "sshd_config").write_text(text + more)
+    (folder / "sshd_config").write_text(SSHD.format(folder=folder, port=port) + more)
     Path("/run/sshd").mkdir(exist_ok=True)
     return [str(slurm.find("sshd")), "-D", "-e", "-f", f"{folder}/sshd_config"]
 

@@ -55,8 +55,7 @@ def team_server(
     limits: Quotas | None = None, *, authenticate: bool = True, origins: Sequence[str] = ()
 ) -> Generator[Team]:
     admission = Admission(authenticate, limits=limits or Quotas(requests_per_minute=1_000_000), origins=origins)
-    gate = application(build_server(), "127.0.0.1", admission)
-    server = HttpServer(gate, "127.0.0.1", 0)
+    server = HttpServer(application(build_server(), "127.0.0.1", admission), "127.0.0.1", 0)
 
     def run() -> None:
         with acting_as(NOBODY):

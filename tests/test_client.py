@@ -49,9 +49,8 @@ def test_over_http_the_token_says_whose_client_it_is(tmp_path: Path, flash_home:
         with Client(f"{team.url}/mcp", team.token("alice")) as client:
             (who,) = client.catalog(kind="whoami").whoami or []
             assert who.name == "alice"
-            with pytest.raises(FlashError) as refused:
+            with pytest.raises(FlashError, match=r"^\[local_only"):
                 client.env_push(name="x", folder=tmp_path)  # a path, which JSON has not
-            assert refused.value.code == "local_only"
         with pytest.raises(FlashError) as refused, Client(f"{team.url}/mcp", "flash_wrong"):
             pass
         assert refused.value.code == "unauthenticated"

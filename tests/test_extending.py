@@ -86,8 +86,7 @@ def test_our_adapters_are_found_in_an_interpreter_that_has_our_files_alone() -> 
         [sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=True
     )
     assert done.stdout.split() == ["inspect_ai", "verifiers"]
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["entry-points"] == doors.OURS
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"] == doors.OURS
 
 
 def test_two_packages_of_one_name_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lab: Any) -> None:

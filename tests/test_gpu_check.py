@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from bench import gpu, gpu_runners
 from bench.gpu_results import Results
 from bench.gsm8k_environment import environment as gsm8k
 from environments import TaskExample
-from tests import conftest
+from tests import conftest, gpu_wheel
 from tests.places import ROOT
 
 
@@ -124,3 +125,28 @@ def test_what_holds_for_the_cpus_engine_only_is_skipped_beside_the_gpus(package:
     conftest.pytest_collection_modifyitems(request.config, items)
     assert ("skip" in marked.markers) == (package == "vllm")
     assert "skip" not in other.markers
+
+
+def pins(name: str) -> dict[str, str]:
+    lines = (ROOT / name).read_text().splitlines()
+    pairs = [line.partition(";")[0].strip().partition("==") for line in lines]
+    return {package: version for package, _, version in pairs if version}
+
+
+@pytest.mark.cpu
+def test_the_python_code_of_the_gpus_vllm_is_that_which_the_tests_run() -> None:
+    version = metadata.version(gpu_wheel.CPU_PACKAGE)
+    known = json.loads(gpu_wheel.RESULT.read_text())
+    assert known["version"] == version == pins("constraints-gpu.txt")["vllm"]
+    # The version's own file, and the look at which of the two packages is installed.
+    assert known["different"] == ["vllm/_version.py", "vllm/platforms/__init__.py"]
+    files = gpu_wheel.installed()
+    for path in known["different"]:
+        del files[path]
+    assert len(files) == known["equal_files"] and gpu_wheel.digest(files) == known["digest"]
+
+
+def test_a_gpu_machine_gets_the_same_trainer_as_the_tests() -> None:
+    cpu, gpu = pins("constraints-cpu.txt"), pins("constraints-gpu.txt")
+    for package in ("trl", "transformers", "peft", "accelerate", "torch"):
+        assert gpu[package] == cpu[package], package

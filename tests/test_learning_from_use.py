@@ -82,8 +82,7 @@ async def learns_from_use(session: DemoSession, folder: Path, model: str) -> Non
     run_id = (await session.call("train", **first))["run_id"]
     assert (await watch(session, run_id))["state"] == "succeeded"
     deployment = await deployed(session, run_id=run_id, record=True)
-    rated = await use(deployment)
-    assert len(rated) == REQUESTS
+    assert len(await use(deployment)) == REQUESTS
     shown = await session.call("rollouts", run_id=deployment["deployment"], success=False, limit=10)
     assert shown["total"] == REQUESTS and all(row["reward"] < 1 for row in shown["rollouts"])
     # A user who wants to be forgotten.

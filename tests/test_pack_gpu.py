@@ -19,8 +19,7 @@ def pins() -> dict[str, str]:
 
 
 def test_what_the_host_has_is_left_out_and_the_rest_has_the_pinned_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    resolved = "\n".join(pins().values())
-    done = subprocess.CompletedProcess([], 0, stdout=resolved)
+    done = subprocess.CompletedProcess([], 0, stdout="\n".join(pins().values()))
     monkeypatch.setattr(pack_gpu.subprocess, "run", lambda *_, **__: done)
     chosen = pack_gpu.requirements()
     names = [line.partition("==")[0] for line in chosen]

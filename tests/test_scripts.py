@@ -125,8 +125,7 @@ def test_a_package_that_is_denser_than_the_limits_is_named(tmp_path: Path) -> No
     }  # fmt: skip
     for package, lines in sources.items():
         (tmp_path / package).mkdir()
-        text = "\n".join([*lines, *["rows = 1"] * (1000 - len(lines))])
-        (tmp_path / package / "a.py").write_text(text)
+        (tmp_path / package / "a.py").write_text("\n".join([*lines, *["rows = 1"] * (1000 - len(lines))]))
 
     def faults() -> list[str]:
         command = [sys.executable, "scripts/density.py"]
@@ -151,3 +150,17 @@ def test_the_faults_of_a_rehearsal_are_of_all_kinds_and_those_of_its_seed() -> N
         assert max(counts.values()) - min(counts.values()) <= 1
         assert faults == strikes.plan(engine, 0, 30) != strikes.plan(engine, 1, 30)
         assert not any("{" in strikes.shown(engine, kind) for kind in counts)
+
+
+@pytest.mark.slow
+def test_style_imports_and_sizes_are_clean() -> None:
+    """Types take a minute: .ci/run has scripts/lint check them before it runs any test."""
+    done = subprocess.run(
+        ["scripts/lint", "--style"],
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=850,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -410,8 +410,7 @@ def test_the_doctor_names_a_damaged_page_of_the_database(run: Run, tmp_path: Pat
 def test_the_doctor_names_what_holds_runs_up_and_their_damaged_files(run: Run, tmp_path: Path):
     waiting = queued_run(tmp_path / "environment")
     assert found_by_doctor("waiting runs")[0] == "ok"
-    claimed = queue.claim(open_store())
-    assert claimed
+    assert queue.claim(open_store())
     full = FlashError("disk_full", "the disk is full", needed_bytes=10**15)
     assert queue.requeue(open_store(), waiting.id, 1, full, counts_as="nothing")
     message = "beat.json is damaged and counts as absent: it is no regular file"

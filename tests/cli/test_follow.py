@@ -139,12 +139,10 @@ def test_a_terminal_shows_the_curve_and_ctrl_c_only_detaches(tmp_path: Path):
         command = [*FLASH, "status", run.id, "--follow"]
         with subprocess.Popen(command, cwd=ROOT, stderr=theirs, stdout=subprocess.DEVNULL) as process:
             os.close(theirs)
-            first = _read_until(ours, b"step 5/20")
-            assert b"reward" in first
+            assert b"reward" in _read_until(ours, b"step 5/20")
             learn(writer, [6])
             read_in(open_store(), run.id)
-            drawn_over = _read_until(ours, b"step 6/20")
-            assert b"F\x1b[J" in drawn_over
+            assert b"F\x1b[J" in _read_until(ours, b"step 6/20")
             process.send_signal(signal.SIGINT)
             rest = _read_until(ours, b"flash-mcp cancel")
             assert process.wait(WAIT_S) == 130

@@ -164,8 +164,7 @@ def test_an_agent_starts_the_server_of_another_machine_over_ssh(own_home: Path, 
         timeout=120,
         check=True,
     )
-    answer = json.loads(done.stdout.splitlines()[0])
-    assert answer["result"]["serverInfo"]["name"] == "flash-mcp"
+    assert json.loads(done.stdout.splitlines()[0])["result"]["serverInfo"]["name"] == "flash-mcp"
 
 
 REMOTE = {

@@ -44,8 +44,7 @@ def test_one_of_several_looks_is_judged_more_strictly():
 
 @pytest.mark.parametrize(("won", "lost", "bound"), [(200, 0, "high"), (0, 200, "low")])
 def test_the_interval_of_a_change_of_success_ends_at_1(won: int, lost: int, bound: str):
-    found = paired(won, lost, 0)
-    assert abs(getattr(found, bound)) == 1.0
+    assert abs(getattr(paired(won, lost, 0), bound)) == 1.0
 
 
 def test_an_interval_without_zero_is_not_called_chance_for_want_of_tasks():
@@ -201,8 +200,7 @@ def shares(solved: int, count: int) -> list[float]:
 def test_a_verdict_on_different_tasks_needs_more_than_chance(
     base: tuple[int, int], trained: tuple[int, int], outcome: str
 ):
-    found = comparison.compare_unpaired(shares(*base), shares(*trained), effect=0.05)
-    assert found.outcome == outcome
+    assert comparison.compare_unpaired(shares(*base), shares(*trained), effect=0.05).outcome == outcome
 
 
 def test_pairs_tell_a_change_that_separate_samples_of_that_size_cannot():
@@ -292,8 +290,7 @@ def test_a_success_that_one_constant_answer_reaches_is_no_improvement(
         Evaluation(step=step, epoch=0, time=0.0, summary={"n": 500, "success": share, **more}, constant="1")
         for step, share in ((0, 0.0), (9, success))
     )
-    change = comparison.compare_evaluations(before, after, ())
-    assert change.outcome == outcome
+    assert comparison.compare_evaluations(before, after, ()).outcome == outcome
     pairs = [(0.0, float(n < 500 * success), f"{n}") for n in range(500)]
     assert comparison.compare_evaluations(before, after, pairs).outcome == outcome
 
@@ -316,8 +313,7 @@ def test_a_constant_that_is_no_plain_word_is_not_quoted_in_a_verdict(constant: s
 def test_one_answer_to_nearly_all_tasks_is_told():
     summary = {"n": 50, "success": 0.6, "answers/common_share": 0.96}
     trained = Evaluation(step=9, epoch=1, time=0.0, summary={**summary, "answers/common_success": 0.6})
-    said = comparison.against_constant(trained)
-    assert said == "it gives one and the same answer to 96 % of the tasks"
+    assert comparison.against_constant(trained) == "it gives one and the same answer to 96 % of the tasks"
 
 
 @pytest.mark.parametrize(

@@ -120,8 +120,7 @@ def test_a_task_stays_on_its_side_when_attempts_are_added(some: list[StoredAttem
 
 
 def test_the_holdout_is_about_the_share_that_was_asked_for():
-    held_back = sum(is_held_back(f"task-{number}", 0.2) for number in range(5000))
-    assert 0.18 < held_back / 5000 < 0.22
+    assert 0.18 < sum(is_held_back(f"task-{number}", 0.2) for number in range(5000)) / 5000 < 0.22
     assert not any(is_held_back(f"task-{number}", 0.0) for number in range(100))
 
 
@@ -294,16 +293,9 @@ def test_a_row_ends_with_the_last_answer_and_says_where_it_came_from():
     row = attempt(7, step=3, messages=messages, turns=2).row()
     assert row["messages"] == messages[:4]
     assert row["provenance"] == {
-        "run_id": "run-a",
-        "source": "rollouts",
-        "step": 3,
-        "index": 7,
-        "conversation": 0,
-        "task_id": "t0",
-        "split": "train",
-        "reward": 1.0,
-        "success": True,
-    }
+        "run_id": "run-a", "source": "rollouts", "step": 3, "index": 7, "conversation": 0, "task_id": "t0",
+        "split": "train", "reward": 1.0, "success": True,
+    }  # fmt: skip
 
 
 @given(st.lists(st.builds(attempt, st.integers(0, 9), st.text(max_size=5), said=st.text(max_size=9).map("{}.".format))))

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from flash_mcp.judgement import labels
-from flash_mcp.judgement.labels import Confusion
+from flash_mcp.judgement.labels import NO_LABEL, Confusion, label_said
 
 WORDS = {"ship": ["parcel", "courier", "late"], "bill": ["invoice", "tax", "charged"], "log in": ["password", "mail"]}
 
@@ -68,8 +68,7 @@ def test_words_tell_labels_and_which_rows_are_wrong():
     true = list(golds)
     for place in (3, 77):
         golds[place] = next(label for label in WORDS if label != true[place])
-    found = labels.likely_wrong(texts, golds, range(200))
-    assert dict(found) == {place: true[place] for place in (3, 77)}
+    assert dict(labels.likely_wrong(texts, golds, range(200))) == {place: true[place] for place in (3, 77)}
 
 
 def test_figures_by_class_are_those_of_the_counts():
@@ -77,3 +76,19 @@ def test_figures_by_class_are_those_of_the_counts():
     assert (result.n("a"), result.recall("a"), result.recall("b")) == (8, 0.75, 0.25)
     assert (result.accuracy, result.balanced) == (7 / 12, 0.5)
     assert result.macro_f1 == pytest.approx((12 / 14 + 2 / 7) / 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<answer>Ship</answer>", "ship"),
+        ("ship or bill? <answer> log_in </answer>", "log in"),
+        ("It says:\nBILL.", "bill"),
+        ("This is about a bill, surely", "bill"),
+        ("ship or bill", NO_LABEL),
+        ("shipping", NO_LABEL),
+        ("", NO_LABEL),
+    ],
+)
+def test_the_label_that_an_answer_names(text: str, expected: str):
+    assert label_said(text, {"ship": "ship", "bill": "bill", "log in": "log in"}) == expected

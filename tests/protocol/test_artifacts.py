@@ -1,5 +1,6 @@
 """Artifacts: folders that travel to nodes through a storage."""
 
+import json
 import os
 import shutil
 import signal
@@ -14,6 +15,7 @@ import pytest
 
 from flash_mcp.protocol.artifacts import _IN_USE, Artifacts, packed, placed, trim
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.sealing import Receiver, seal
 from tests.waiting import WAIT_S
 
 
@@ -57,8 +59,7 @@ def test_the_digest_depends_on_content_alone(artifacts: Artifacts, folder: Path,
 
 
 def test_runs_of_several_targets_wait_for_one_upload(artifacts: Artifacts, folder: Path, monkeypatch):
-    storage = artifacts.url.removesuffix("/artifacts")
-    targets = [artifacts, Artifacts(storage, retry_s=1)]
+    targets = [artifacts, Artifacts(artifacts.url.removesuffix("/artifacts"), retry_s=1)]
     upload, uploads = Artifacts._upload, list[str]()
 
     def upload_late(target: Artifacts, archive: Path, path: str) -> None:
@@ -107,8 +108,7 @@ def test_an_artifact_stays_until_the_last_run_that_needs_it_is_removed(artifacts
 
 @pytest.mark.slow
 def test_an_attempt_takes_what_others_on_its_node_use(folder: Path, tmp_path: Path) -> None:
-    artifacts = Artifacts(str(tmp_path / "storage"), retry_s=1)
-    digest = artifacts.put(folder, "run-1")
+    digest = Artifacts(str(tmp_path / "storage"), retry_s=1).put(folder, "run-1")
     code = """
 import sys
 import time
@@ -181,8 +181,7 @@ def unlink_and_die(*args, **kwargs):
 os.unlink = unlink_and_die
 trim(Path(sys.argv[1]), 0)
 """
-    killed = subprocess.run([sys.executable, "-c", code, str(cache)])
-    assert killed.returncode == -signal.SIGKILL
+    assert subprocess.run([sys.executable, "-c", code, str(cache)]).returncode == -signal.SIGKILL
     fetched = artifacts.fetch(digest, cache)
     assert sorted(path.name for path in fetched.rglob("*")) == sorted(path.name for path in folder.rglob("*"))
     assert [path.name for path in cache.iterdir() if path.is_dir()] == [digest]
@@ -214,3 +213,30 @@ def test_a_job_names_no_path_of_this_machine_and_finds_its_folders_on_a_node(fol
     assert (found["model"], found["spec"]["steps"]) == (found["spec"]["model"], 3)
     named = {**job, "model": "smollm2-135m-instruct", "spec": {"model": "smollm2-135m-instruct"}}
     assert packed(named, artifacts)["model"] == "smollm2-135m-instruct"
+
+
+TOKEN = "0123456789abcdef"
+VALUES = {"API_KEY": "pl4nted-sécret"}
+
+
+def test_sealed_values_are_read_by_the_attempt_that_asked_for_them_alone() -> None:
+    receiver = Receiver("run-1-1", TOKEN)
+    sealed = seal(VALUES, json.loads(json.dumps(receiver.offer)), "run-1-1", TOKEN)
+    assert b"pl4nted" not in sealed
+    assert receiver.open(sealed) == VALUES
+    for other in (Receiver("run-1-1", TOKEN), Receiver("run-1-2", TOKEN)):
+        with pytest.raises(FlashError, match="cannot be opened") as caught:
+            other.open(sealed)
+        assert caught.value.code == "secret_missing"
+    for damaged in (sealed[:-1], b"", bytes([sealed[0] ^ 1]) + sealed[1:]):
+        with pytest.raises(FlashError, match="cannot be opened"):
+            receiver.open(damaged)
+
+
+@pytest.mark.parametrize("name", ["run-1-1", "run-1-2"])
+def test_nothing_is_sealed_for_a_key_that_the_attempt_did_not_make(name: str) -> None:
+    forged = Receiver(name, "another token" if name == "run-1-1" else TOKEN).offer
+    mixed = {**Receiver("run-1-1", TOKEN).offer, "public": forged["public"]}
+    for offer in (forged, mixed, {}):
+        with pytest.raises(FlashError, match="that its attempt did not make"):
+            seal(VALUES, offer, "run-1-1", TOKEN)

@@ -61,8 +61,7 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> Files:
     writer = RunWriter(folder, 1)
     writer.beat(20, "train")
     writer.offer(Receiver(f"{RUN_ID}-1", TOKEN).offer)
-    where = Listening(["127.0.0.1"], 1234, "a certificate", "/adapter")
-    writer.listens(where.signed(TOKEN))
+    writer.listens(Listening(["127.0.0.1"], 1234, "a certificate", "/adapter").signed(TOKEN))
     evaluate(writer, 0, 3)
     learn(writer, range(19, 21))
     writer.attempts(1, [{"index": 0}])
@@ -217,8 +216,7 @@ def test_a_checkpoint_that_was_replaced_later_is_not_the_one_that_the_run_saved(
     replaced = folder.checkpoints.manifest(20)
     assert replaced and replaced["digest"] != first["digest"]
     into = tmp_path / "adapters" / "run-20"
-    path = folder.checkpoints.fetch(20, into, digest=first["digest"])
-    assert read_adapter_config(path, "r")["r"] == 32
+    assert read_adapter_config(folder.checkpoints.fetch(20, into, digest=first["digest"]), "r")["r"] == 32
     folder.remove("checkpoints", "20", "1-1")
     with pytest.raises(FlashError, match="checkpoint_corrupt"):
         folder.checkpoints.fetch(20, into, digest=first["digest"])

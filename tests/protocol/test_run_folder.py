@@ -21,6 +21,7 @@ import fsspec
 import pytest
 
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.run_files import read_adapter_config
 from flash_mcp.protocol.run_folder import LAUNCH, RunFolder, RunWriter, read_beats
 from tests.damage import DAMAGES
 from tests.places import TESTS
@@ -484,8 +485,7 @@ def test_a_zombie_that_wakes_while_its_successor_saves_takes_nothing_from_it(fol
     with pytest.raises(FlashError, match="fenced"):
         zombie.commit_checkpoint(7, source, {})
     assert folder.checkpoints.verify(7) == manifests[0]
-    fetched = folder.checkpoints.fetch(7, tmp_path / "fetched")
-    assert (fetched / "adapter.bin").read_bytes() == b"fresh"
+    assert (folder.checkpoints.fetch(7, tmp_path / "fetched") / "adapter.bin").read_bytes() == b"fresh"
 
 
 @contextmanager
@@ -514,8 +514,7 @@ def test_a_zombie_that_wakes_after_its_last_check_takes_nothing_from_its_success
     with suppress_fenced():
         zombie.commit_checkpoint(7, adapter(tmp_path, b"stale"), {})
     assert folder.checkpoints.verify(7) == saved[0]
-    fetched = folder.checkpoints.fetch(7, tmp_path / "fetched")
-    assert (fetched / "adapter.bin").read_bytes() == b"fresh"
+    assert (folder.checkpoints.fetch(7, tmp_path / "fetched") / "adapter.bin").read_bytes() == b"fresh"
 
 
 @pytest.mark.parametrize("what", ["metrics", "rollouts", "evaluation", "result"])
@@ -761,3 +760,22 @@ def test_a_worker_sits_out_an_object_store_that_goes_away_and_loses_nothing(
     for secret in (SECRET_KEY, object_store.environment["AWS_ACCESS_KEY_ID"]):
         assert secret.encode() not in told
     assert json.loads(files_of(folder)[f"{folder.root}/epoch/1"])["pid"] == worker.pid
+
+
+def test_a_configuration_is_read(tmp_path: Path):
+    (tmp_path / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 16}')
+    assert read_adapter_config(tmp_path, "r", "lora_alpha") == {"r": 8, "lora_alpha": 16}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [None, "", "{", "[]", "{}", '{"r": null}', '{"r": "many"}'],
+    ids=["absent", "empty", "cut off", "a list", "no rank", "rank null", "rank a word"],
+)
+def test_an_adapter_without_a_readable_configuration_is_no_checkpoint(tmp_path: Path, text: str | None):
+    if text is not None:
+        (tmp_path / "adapter_config.json").write_text(text)
+    with pytest.raises(FlashError) as caught:
+        read_adapter_config(tmp_path, "r")
+    assert caught.value.code == "unknown_checkpoint"
+    assert str(tmp_path) in str(caught.value) and "checkpoints lists" in str(caught.value.fix)

@@ -157,8 +157,7 @@ def test_the_default_learning_rate_falls_with_the_size_that_a_models_name_tells(
 ):
     assert parameters_in_name(unpinned(name)[0]) == parameters
     for algorithm, rate in (("grpo", grpo), ("sft", sft)):
-        spec = RunSpec(environment="e", algorithm=algorithm)
-        resolved = resolve(spec, parameters=parameters)
+        resolved = resolve(RunSpec(environment="e", algorithm=algorithm), parameters=parameters)
         assert resolved.spec.learning_rate == rate
         assert resolved.sources["learning_rate"] == "recipe"
     own = resolve(RunSpec(environment="e", learning_rate=1e-3), parameters=parameters)

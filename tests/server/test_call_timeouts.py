@@ -58,8 +58,7 @@ async def test_a_client_that_takes_progress_waits_for_the_end_in_one_call(
 ) -> None:
     run, writer = running
     async with server.client("none", mode) as client:
-        first = (await client.call_tool("status", {"run_id": run.id})).structured_content
-        since = first["since"]
+        since = (await client.call_tool("status", {"run_id": run.id})).structured_content["since"]
         began = time.monotonic()
         assert "now" in await waited(client, run.id, since)
         assert time.monotonic() - began < 3 * CALL_S

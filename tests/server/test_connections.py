@@ -1,5 +1,6 @@
 """Clients that send slowly, or open many connections: over real sockets."""
 
+import asyncio
 import logging
 import re
 import socket
@@ -12,10 +13,12 @@ from typing import Any, cast
 
 import psutil
 import pytest
+from uvicorn.server import ServerState
 
-from environments.settings import FILE
+from environments.settings import FILE, ServerSettings
 from flash_mcp.protocol.sealing import new_key
 from flash_mcp.server import connections
+from flash_mcp.server.connections import LimitedConfig, LimitedProtocol
 from flash_mcp.server.http_server import Admission, application
 from flash_mcp.server.mcp_server import build_server
 from flash_mcp.state import references, tokens
@@ -28,6 +31,7 @@ from tests.teams import Team, team_server
 from tests.waiting import WAIT_S, wait_for
 
 pytestmark = pytest.mark.slow
+
 HALF = b"GET /healthz HTTP/1.1\r\nhost: 127.0.0.1\r\nx-slow: "
 WHOLE = b"GET /healthz HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
 
@@ -364,3 +368,24 @@ def test_bad_requests_of_strangers_fill_no_log(flash_home: Path, monkeypatch: py
             logging.getLogger("uvicorn.error").removeHandler(handler)
     said = "Invalid HTTP request received."
     assert [line for line in lines if said in line] == [said, f"{said} (29 more before)"]
+
+
+async def test_blanks_around_header_values_are_gone_and_those_inside_stay():
+    """RFC 9110 section 5.5. The SDK compares such values with the body of the request."""
+    seen: list[tuple[bytes, bytes]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.extend(scope["headers"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    config = LimitedConfig(app, "127.0.0.1", 0, ServerSettings(), lifespan="off")
+    config.load()
+    state = ServerState()
+    loop = asyncio.get_running_loop()
+    async with await loop.create_server(lambda: LimitedProtocol(config, state, {}), "127.0.0.1", 0) as server:
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        writer.write(b"GET / HTTP/1.1\r\nhost: h\r\nmcp-name: \t catalog \t \r\nuser-agent:a b\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+    assert seen == [(b"host", b"h"), (b"mcp-name", b"catalog"), (b"user-agent", b"a b")]

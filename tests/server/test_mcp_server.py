@@ -14,7 +14,7 @@ import anyio
 import pytest
 from mcp import Client, StdioServerParameters
 from mcp.shared.exceptions import MCPError
-from mcp_types import CallToolResult
+from mcp_types import CallToolResult, ResourceTemplateReference
 from pydantic import Field
 from tokenizers import Tokenizer
 
@@ -29,7 +29,7 @@ from flash_mcp.tools.shared.tool_base import Result, Tool, report
 from flash_mcp.tools.shared.truncation import LEAST_CHARACTERS, RESULT_CHARACTERS, fit, to_text
 from tests.places import ROOT
 from tests.ports import free_port, is_answered
-from tests.samples import finished_run, supervised
+from tests.samples import finished_run, queued_run, supervised
 from tests.teams import Team
 from tests.waiting import WAIT_S, wait_for
 
@@ -468,3 +468,23 @@ async def test_a_session_over_http(tmp_path: Path):
                 token = (home() / tokens.LOCAL_TOKEN).read_text().strip()
                 async with Team(port).client(token, mode) as client:
                     await drive(client, run.id)
+
+
+ROLLOUTS = ResourceTemplateReference(uri="flash://runs/{run_id}/rollouts/{step}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["auto", "legacy"])
+async def test_run_ids_and_steps_with_rollouts_are_completed(mode: str, tmp_path: Path):
+    finished, queued = finished_run(tmp_path).id, queued_run(tmp_path / "other").id
+
+    async def complete(name: str, value: str, **known: str) -> list[str]:
+        answer = await client.complete(ROLLOUTS, {"name": name, "value": value}, known or None)
+        return answer.completion.values
+
+    async with Client(server, mode=mode) as client:
+        assert await complete("run_id", "run-") == [queued, finished]
+        assert await complete("run_id", finished[:-1]) == [finished]
+        assert await complete("step", "1", run_id=finished) == ["1", *(str(step) for step in range(10, 20))]
+        assert await complete("step", "", run_id="run-none") == []
+        assert await complete("goal", "") == []

@@ -11,8 +11,6 @@ from mcp.shared.exceptions import MCPError
 from mcp_types import CallToolResult, Request, RequestParams, Result
 
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.records import Run
-from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.server.mcp_server import server
 from flash_mcp.server.tasks import IDENTIFIER
 from flash_mcp.state import queue
@@ -20,7 +18,7 @@ from flash_mcp.state.store import open_store
 from flash_mcp.supervisor.process import is_supervised
 from flash_mcp.tools.shared import waiting
 from tests.places import ROOT
-from tests.samples import evaluate, finished_run, learn, push_echo, read_in, save_adapter, supervised
+from tests.samples import end, evaluate, finished_run, learn, push_echo, save_adapter, start, supervised
 
 MISSING_CAPABILITY, INVALID_PARAMS, METHOD_NOT_FOUND = -32021, -32602, -32601
 
@@ -125,24 +123,6 @@ async def test_a_client_without_the_extension_gets_plain_results_and_no_task_met
         assert refused.value.error.code == code
 
 
-def claimed(task_id: str) -> tuple[Run, RunWriter]:
-    """The task's run as a supervisor takes it from the queue, and its worker's side of the folder."""
-    store = open_store()
-    run = queue.claim(store)
-    assert run is not None
-    assert run.id == task_id
-    folder = RunFolder(run.folder)
-    folder.create(queue.job(run))
-    writer = RunWriter(folder, run.attempt)
-    queue.mark_running(store, task_id, run.attempt)
-    return run, writer
-
-
-def succeeded(run: Run, step: int) -> None:
-    read_in(open_store(), run.id)
-    queue.finish(open_store(), run.id, run.attempt, "succeeded", step=step)
-
-
 async def result_of(client: Client, tool: str, task_id: str) -> dict[str, Any]:
     """The structured content of a completed task, which follows the tool's schema."""
     got = await ask(client, "tasks/get", task_id)
@@ -155,12 +135,12 @@ async def result_of(client: Client, tool: str, task_id: str) -> dict[str, Any]:
 async def test_the_result_of_a_run_is_what_train_returned_and_how_it_ended(client: Client, tmp_path: Path):
     with supervised():
         task_id = await begun(client, tmp_path / "environment")
-        run, writer = claimed(task_id)
+        writer = start(task_id)
         evaluate(writer, 0, 20)
         learn(writer, range(1, 21))
         save_adapter(writer, 20, tmp_path)
         evaluate(writer, 20, 90)
-        succeeded(run, step=20)
+        end(writer, task_id, 20)
         body = await result_of(client, "train", task_id)
     assert (body["run_id"], body["state"]) == (task_id, "succeeded")
     assert body["run"]["verdict"]["outcome"] == "improved"
@@ -172,9 +152,9 @@ async def test_the_result_of_an_evaluation_has_its_scores(client: Client, tmp_pa
     push_echo(tmp_path)
     with supervised():
         task_id = (await call(client, "evaluate", environment="echo", wait_s=0)).task_id
-        run, writer = claimed(task_id)
+        writer = start(task_id)
         evaluate(writer, 0, 20)
-        succeeded(run, step=60)
+        end(writer, task_id, 60)
         body = await result_of(client, "evaluate", task_id)
     assert (body["state"], body["done"], body["scores"]["success"]) == ("succeeded", 60, 0.2)
 

@@ -260,8 +260,7 @@ def test_runs_are_removed_by_age_and_outcome_once_somebody_says_yes(store: Store
     assert main.main(["remove", "--older-than", "30d", "--failed", "--yes"]) == 0
     assert {run.id for run in store.runs()} == everything - {failed.id}
     assert main.main(["remove", "--older-than", "30d", "--yes", "--json"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert json.loads(lines[-1])["reference"] == old.id
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["reference"] == old.id
     assert {run.id for run in store.runs()} == {new.id, served.id, active.id}
 
 

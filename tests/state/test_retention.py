@@ -23,7 +23,7 @@ from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.checkpoints import _listed
 from tests.places import ROOT
 from tests.samples import end, evaluate, learn, read_in, started_run
-from tests.supervisor.test_local_maintenance import clear, ended_days_ago
+from tests.supervisor.test_maintenance import clear, ended_days_ago
 from tests.waiting import WAIT_S
 
 STEPS = range(1, 11)
@@ -96,8 +96,7 @@ def test_a_checkpoint_that_cannot_be_read_back_takes_nothing_from_the_one_before
 
 def test_a_zombie_takes_nothing_from_its_successor(store: Store, tmp_path: Path) -> None:
     run, zombie = saved(tmp_path)
-    folder = RunFolder(run.folder)
-    RunWriter(folder, 2).commit_checkpoint(9, tmp_path / "adapter-9", {})
+    RunWriter(RunFolder(run.folder), 2).commit_checkpoint(9, tmp_path / "adapter-9", {})
     zombie.folder.checkpoints._drop_older_optimizers("checkpoints/10/1-10", zombie.epoch)
     assert with_optimizer(run) == [9, 10]
 

@@ -35,8 +35,7 @@ def names(folder: Path) -> list[str]:
 
 
 def test_a_folder_becomes_a_version_under_its_digest(tmp_path: Path) -> None:
-    folder = project(tmp_path / "sums", **{"datasets/train.jsonl": "{}"})
-    version = push("sums", folder_files(folder))
+    version = push("sums", folder_files(project(tmp_path / "sums", **{"datasets/train.jsonl": "{}"})))
     assert version.path == environments_dir() / "sums" / version.digest
     assert names(version.path) == ["datasets/train.jsonl", "environment.py"]
     assert (version.files, version.size_bytes, version.created) == (2, len(SOURCE) + 2, True)
@@ -69,19 +68,11 @@ def test_caches_repositories_and_virtual_environments_stay_out(tmp_path: Path) -
     folder = project(
         tmp_path / "sums",
         **{
-            "__pycache__/x.pyc": "",
-            ".git/config": "",
-            ".venv/bin/python": "",
-            "venv/.env": "",
-            "node_modules/x.js": "",
-            ".ipynb_checkpoints/x": "",
-            "sums.egg-info/PKG-INFO": "",
-            "helper.pyc": "",
-            ".DS_Store": "",
-            ".gitignore": "kept",
-            "lib/helper.py": "kept",
+            "__pycache__/x.pyc": "", ".git/config": "", ".venv/bin/python": "", "venv/.env": "",
+            "node_modules/x.js": "", ".ipynb_checkpoints/x": "", "sums.egg-info/PKG-INFO": "", "helper.pyc": "",
+            ".DS_Store": "", ".gitignore": "kept", "lib/helper.py": "kept",
         },
-    )
+    )  # fmt: skip
     assert sorted(folder_files(folder)) == [".gitignore", "environment.py", "lib/helper.py"]
 
 

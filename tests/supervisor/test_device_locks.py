@@ -100,8 +100,7 @@ def test_a_slot_is_free_when_the_other_state_directorys_attempt_ends(folder: Pat
     try:
         assert device_locks.users(UUID, other) == [f"the state directory {tmp_path / 'here'}"]
         assert launcher.capacity == 1  # its own attempt is counted elsewhere
-        record = ProcessRecord.read(tmp_path / "here" / "records" / "run-1-1")
-        assert record
+        assert ProcessRecord.read(tmp_path / "here" / "records" / "run-1-1")
     finally:
         launcher.cancel(handle)
     assert state(launcher, handle) == "gone"

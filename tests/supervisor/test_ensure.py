@@ -5,18 +5,20 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
+from flash_mcp import __version__
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Run
 from flash_mcp.state.store import open_store
 from flash_mcp.supervisor import process, secrets
-from flash_mcp.supervisor.process import is_supervised
+from flash_mcp.supervisor.process import LockOwner, is_supervised
 from tests.places import ROOT
 from tests.ports import free_port
 from tests.samples import finished_run, queued_run
 from tests.supervisor.test_loop import supervisors
-from tests.waiting import wait_for
+from tests.waiting import WAIT_S, wait_for
 
 
 @pytest.fixture
@@ -85,3 +87,44 @@ def test_waiting_for_a_run_starts_one(flash_home: Path, waiting_run: Run, tmp_pa
     with subprocess.Popen(command, cwd=ROOT) as waiting:
         wait_for(lambda: is_supervised(flash_home))
         waiting.terminate()
+
+
+def test_a_process_that_is_not_the_supervisor_is_left_alone(flash_home: Path) -> None:
+    """The lock names the process of an old version, whose number is another program's by now."""
+    flash_home.mkdir()
+    with subprocess.Popen(["/bin/sleep", "100"]) as other, (flash_home / process.LOCK).open("a+") as held:
+        LockOwner(other.pid).write(held)
+        lock = process.take_lock(flash_home)
+        assert lock
+        with lock:
+            assert is_supervised(flash_home)
+            assert not process.ensure_supervisor(flash_home)
+        assert other.poll() is None
+        other.kill()
+
+
+@pytest.mark.parametrize(("version", "is_older"), [("", True), ("0.0.9", True), (__version__, False), ("99.0", False)])
+def test_only_an_older_version_is_replaced(version: str, is_older: bool) -> None:
+    assert LockOwner(1, version).is_older() == is_older
+
+
+STARTER = """
+import os, subprocess, sys, threading
+from flash_mcp.supervisor.process import PYTHON
+
+def start():
+    command = [*PYTHON, "flash_mcp.supervisor.tied", str(os.getpid()), "sleep", "1000"]
+    print(subprocess.Popen(command).pid, flush=True)
+    threading.Event().wait()
+
+threading.Thread(target=start).start()
+"""
+
+
+def test_a_program_ends_with_the_process_whose_thread_started_it() -> None:
+    with subprocess.Popen([sys.executable, "-c", STARTER], stdout=subprocess.PIPE, text=True) as starter:
+        assert starter.stdout
+        program = psutil.Process(int(starter.stdout.readline()))
+        wait_for(lambda: program.cmdline() == ["sleep", "1000"])
+        starter.kill()
+        program.wait(WAIT_S)

@@ -33,6 +33,7 @@ from flash_mcp.tools.shared.run_view import report_on
 from tests.forked import fork_of
 from tests.memory_launcher import MemoryLauncher
 from tests.places import TESTS
+from tests.scale.simulation import Simulation
 from tests.waiting import wait_for
 from tests.watch import is_running
 
@@ -230,13 +231,11 @@ def test_an_error_that_a_retry_may_cure_is_retried_and_kept_when_it_stays(bench:
     cured = bench.train({"1": {"at": 2, "do": "give_up"}})
     assert (bench.finish(cured).state, bench.store.run(cured.id).attempt) == ("succeeded", 2)
     cue = {"at": 1, "do": "give_up"}
-    stays = bench.train({"1": cue, "2": cue}, max_attempts=2)
-    ended = bench.finish(stays)
+    ended = bench.finish(bench.train({"1": cue, "2": cue}, max_attempts=2))
     assert (ended.state, ended.attempt) == ("failed", 2)
     assert ended.error and ended.error["code"] == "out_of_memory"
 
-    run = bench.train({"1": {"at": 2, "do": "fail"}})
-    ended = bench.finish(run)
+    ended = bench.finish(bench.train({"1": {"at": 2, "do": "fail"}}))
     assert (ended.state, ended.attempt, ended.step) == ("failed", 1, 2)
     assert ended.error and ended.error["code"] == "environment_error"
 
@@ -335,8 +334,7 @@ def test_a_zombie_that_wakes_after_its_replacement_changes_nothing(bench: Bench)
 
 def test_a_run_of_several_cards_waits_for_them_and_is_not_overtaken(bench: Bench, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("FLASH_DEVICE_LOCKS", str(tmp_path))
-    launcher = LocalLauncher(bench.base / "attempts", gpus=["a", "b"])
-    supervisor = bench.new_supervisor(launcher)
+    supervisor = bench.new_supervisor(LocalLauncher(bench.base / "attempts", gpus=["a", "b"]))
     first = bench.train({"steps": 2, "1": {"at": 1, "do": "hold"}})
     bench.until(lambda: bench.step(first) == 1, supervisor=supervisor)
     wide, narrow = bench.train(gpus=2), bench.train()
@@ -706,3 +704,17 @@ def test_a_supervisor_that_cannot_start_is_an_error_that_names_its_log(bench: Be
     with pytest.raises(FlashError, match=r"supervisor\.log"):
         ensure_supervisor(bench.base)
     wait_for(lambda: "/no/such/python" in (bench.base / "supervisor.log").read_text())
+
+
+@pytest.mark.slow
+def test_all_runs_are_submitted_and_seen_and_no_attempt_is_ended_while_many_wait(tmp_path: Path) -> None:
+    runs, queued = 40, 500
+    simulation = Simulation(tmp_path, runs, queued)
+    simulation.engine.submit_s = 0.2
+    seen = simulation.play(later=20, hold_s=12.0, timeout_s=240)
+    assert not seen.ended
+    # All but the test's own haste is the product's: each beats every 5 s and is silent after 120.
+    assert 0 < seen.gap_s < 120
+    assert simulation.store.column("SELECT count(*) FROM runs WHERE state = 'queued'") == [queued]
+    assert all(simulation.store.column("SELECT step FROM runs WHERE state = 'running'"))
+    simulation.store.close()

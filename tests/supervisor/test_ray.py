@@ -33,10 +33,8 @@ def cluster(hidden: Path) -> Iterator[ray_cluster.Cluster]:
 def test_a_run_trains_on_ray_and_goes_on_once_its_owner_says_so_when_its_job_is_stopped(
     cluster: ray_cluster.Cluster, hidden: Path, tmp_path: Path, tiny_model: Path
 ) -> None:
-    token = str(cluster.token_file)
-    engine = {"engine": "ray", "address": cluster.address, "token_file": token}
-    storage = str(tmp_path / "shared")
-    lab = Lab(hidden / "home", storage, tmp_path / "node", tiny_model, **engine)
+    engine = {"engine": "ray", "address": cluster.address, "token_file": str(cluster.token_file)}
+    lab = Lab(hidden / "home", str(tmp_path / "shared"), tmp_path / "node", tiny_model, **engine)
     run = lab.train(max_attempts=1, steps=30, save_every=5)
     lab.until_step(run, 1)
     headers = {"Authorization": f"Bearer {cluster.token_file.read_text()}"}
@@ -53,12 +51,10 @@ def test_a_run_trains_on_ray_and_goes_on_once_its_owner_says_so_when_its_job_is_
 def test_a_checkpoint_is_served_on_a_node_and_its_job_ends_with_the_deployment(
     cluster: ray_cluster.Cluster, hidden: Path, tmp_path: Path, tiny_model: Path, tiny_adapter: Path
 ) -> None:
-    token = str(cluster.token_file)
-    engine = {"engine": "ray", "address": cluster.address, "token_file": token}
+    engine = {"engine": "ray", "address": cluster.address, "token_file": str(cluster.token_file)}
     storage = tmp_path / "shared"
     lab = Lab(hidden / "served", str(storage), tmp_path / "node", tiny_model, **engine)
-    run_id = make_run(lab.store, str(lab.model), {5: tiny_adapter})
-    asked = serving.request(lab.store, run_id, target="lab")
+    asked = serving.request(lab.store, make_run(lab.store, str(lab.model), {5: tiny_adapter}), target="lab")
 
     def state() -> str:
         return lab.store.deployment(asked.id).state
@@ -106,8 +102,7 @@ def test_the_commands_of_the_page_work_as_written(
 def test_a_worker_that_outlives_its_raylet_writes_nothing_once_it_was_replaced(
     cluster: ray_cluster.Cluster, hidden: Path, tmp_path: Path, tiny_model: Path
 ) -> None:
-    token = str(cluster.token_file)
-    engine = {"engine": "ray", "address": cluster.address, "token_file": token}
+    engine = {"engine": "ray", "address": cluster.address, "token_file": str(cluster.token_file)}
     there: dict[str, Any] = {**engine, "resources": {"other": 1}}
     lab = Lab(hidden / "outlived", str(tmp_path / "shared"), tmp_path / "node", tiny_model, **there)
     run = lab.train(max_attempts=1, steps=12, save_every=2)

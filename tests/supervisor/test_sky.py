@@ -71,8 +71,7 @@ def test_a_run_trains_through_skypilot_and_goes_on_when_its_node_is_taken_away(
     cluster: sky_cluster.Cluster, hidden: Path, tmp_path: Path, tiny_model: Path
 ) -> None:
     engine = {"engine": "sky", "address": cluster.address, "resources": RESOURCES}
-    storage = str(tmp_path / "shared")
-    lab = Lab(hidden / "home", storage, tmp_path / "node", tiny_model, **engine)
+    lab = Lab(hidden / "home", str(tmp_path / "shared"), tmp_path / "node", tiny_model, **engine)
     lab.timeout_s = TIMEOUT_S
     run = lab.train(max_attempts=1, steps=20, save_every=5)
     lab.until_step(run, 1)

@@ -128,8 +128,7 @@ def hidden(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def lab(hidden: Path, tmp_path: Path, tiny_model: Path) -> Lab:
-    storage = str(tmp_path / "shared")
-    return Lab(hidden / tmp_path.name, storage, tmp_path / "node", tiny_model)
+    return Lab(hidden / tmp_path.name, str(tmp_path / "shared"), tmp_path / "node", tiny_model)
 
 
 def find_worker(run: Run) -> psutil.Process | None:
@@ -320,8 +319,7 @@ def test_run_folders_in_an_object_store_are_read_served_and_removed_and_no_secre
     assert served["state"] == "ready", served
     assert flash("undeploy", served["deployment"])["state"] in ("stopping", "stopped")
 
-    removed = removal.remove(lab.store, run.id)
-    assert removed.elsewhere is None
+    assert removal.remove(lab.store, run.id).elsewhere is None
     assert not weights.exists()
     everything.invalidate_cache()
     assert everything.find(f"{BUCKET}/flash") == []

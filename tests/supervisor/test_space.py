@@ -18,24 +18,26 @@ from mcp_types import TextContent
 
 from flash_mcp.protocol.errors import FlashError, as_flash_error
 from flash_mcp.protocol.records import Run
-from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.state import queue
 from flash_mcp.state.disk import LEAST_FREE_BYTES, RESERVE, RESERVE_BYTES
 from flash_mcp.state.serving import request
 from flash_mcp.state.store import Store, open_store
-from flash_mcp.state.versions import staged
+from flash_mcp.state.versions import folder_files, staged
 from flash_mcp.supervisor.loop import Supervisor
 from flash_mcp.supervisor.process import take_lock
 from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.shared.waiting import obstacles
+from tests.attempts import VOWELS
 from tests.places import ROOT
-from tests.samples import finished_run
+from tests.samples import finished_run, queued_run
 from tests.supervisor.test_loop import Bench
 from tests.supervisor.test_model_servers import make_adapter, make_run, new_supervisor, settle, stop_all
 from tests.waiting import WAIT_S, wait_for
 from tests.watch import is_running
 
 pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 DISK_MIB = 96
 Fill = Callable[[Path], None]
@@ -209,8 +211,7 @@ def test_a_disk_that_fills_while_a_run_is_cancelled(bench: Bench, disk: Path) ->
 
 def test_a_run_that_waits_for_space_can_be_cancelled(bench: Bench, disk: Path) -> None:
     run = bench.train()
-    claimed = queue.claim(bench.store)
-    assert claimed
+    assert queue.claim(bench.store)
     full = FlashError("disk_full", "it is full", needed_bytes=10**15)
     assert queue.requeue(bench.store, run.id, 1, full, counts_as="nothing")
     ticks(bench, 3)
@@ -265,8 +266,7 @@ def test_the_real_worker_ends_on_a_full_disk_so_that_another_attempt_follows(
 @pytest.mark.parametrize("values", [{"needed_bytes": "much"}, {"path": 7}, {"path": "/gone/x"}])
 def test_what_a_worker_says_of_space_holds_nobody_up(bench: Bench, values: dict[str, object]) -> None:
     run = bench.train({"steps": 1})
-    claimed = queue.claim(bench.store)
-    assert claimed
+    assert queue.claim(bench.store)
     full = FlashError("disk_full", "it is full", **values)
     assert queue.requeue(bench.store, run.id, 1, full, counts_as="nothing")
     assert finish(bench, run).state == "succeeded"
@@ -416,3 +416,47 @@ async def test_a_fresh_server_names_a_full_disk_in_every_tool(disk: Path) -> Non
             text = answer.content[0]
             assert isinstance(text, TextContent)
             assert answer.is_error and text.text.startswith("[disk_full"), (tool, text.text)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting needs root")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def fill_up(disk: Path) -> None:
+    with pytest.raises(OSError), (disk / "filler").open("wb", buffering=0) as stream:
+        while True:
+            stream.write(bytes(4096))
+
+
+def test_a_full_disk_is_named_and_leaves_nothing_half_made(small_disk: Path) -> None:
+    run = RunFolder(small_disk / "run")
+    run.create({"run_id": "run-1"})
+    writer = RunWriter(run, 1)
+    writer.metrics(1, {"loss": 1.0})
+    adapter = small_disk.parent / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_model.safetensors").write_bytes(bytes(600_000))
+    fill_up(small_disk)
+    before = sorted(small_disk.rglob("*"))
+    with pytest.raises(FlashError, match="disk_full"):
+        writer.metrics(2, {"note": "x" * 5000})
+    with pytest.raises(FlashError, match="disk_full"):
+        writer.commit_checkpoint(1, adapter, {})
+    with pytest.raises(FlashError, match="disk_full"), staged("vowels", folder_files(VOWELS), base=small_disk) as stage:
+        stage.commit()
+    assert [path for path in sorted(small_disk.rglob("*")) if path.is_file()] == [p for p in before if p.is_file()]
+    assert run.metrics(1) and run.metrics(2) is None and run.checkpoints.steps() == []
+
+
+def test_status_says_that_a_full_disk_holds_a_run_up(small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FLASH_HOME", str(small_disk))
+    run = queued_run(tmp_path)
+    fill_up(small_disk)
+    assert any("disk_full" in obstacle for obstacle in obstacles(open_store(), run))

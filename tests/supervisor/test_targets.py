@@ -190,8 +190,7 @@ def test_preempted_attempts_do_not_count_and_crashes_do(bench: Bench) -> None:
     for attempt in (1, 2, 3):
         bench.until(lambda attempt=attempt: bench.now(run).attempt == attempt)
         bench.start(run)
-        gone = JobStatus("gone", "NODE_FAIL", is_preempted=True)
-        bench.lab.engine.statuses[f"{run.id}-{attempt}"] = gone
+        bench.lab.engine.statuses[f"{run.id}-{attempt}"] = JobStatus("gone", "NODE_FAIL", is_preempted=True)
     bench.until(lambda: bench.now(run).attempt == 4)
     assert bench.now(run).preemptions == 3
     for attempt in (4, 5):
@@ -253,8 +252,7 @@ def test_time_in_which_nobody_looked_is_work_only_if_the_attempt_went_on(bench: 
 def test_a_number_that_a_node_makes_up_is_not_followed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue, "MAX_PREEMPTIONS", 9)
     run = bench.train()
-    writer = bench.start(run)
-    RunWriter(writer.folder, 50).beat(2, "train")
+    RunWriter(bench.start(run).folder, 50).beat(2, "train")
     attempt = bench.reconciler._attempts[run.id]
     bench.until(lambda: (attempt.read_beat or {}).get("epoch") == 50)
     bench.tick()
@@ -344,8 +342,7 @@ def test_a_full_disk_of_a_node_is_named_and_counts_as_an_attempt(bench: Bench) -
     full = FlashError("disk_full", "no space is left on the disk", host="node7", path="/scratch")
     for attempt in (1, 2):
         bench.until(lambda attempt=attempt: bench.now(run).attempt == attempt and bench.now(run).handle)
-        writer = bench.start(run)
-        writer.commit_result("failed", 1, full, retryable=True)
+        bench.start(run).commit_result("failed", 1, full, retryable=True)
         bench.lab.engine.statuses[f"{run.id}-{attempt}"] = JobStatus("gone", "exit code 0")
     bench.until(lambda: bench.now(run).ended)
     error = bench.now(run).error

@@ -85,8 +85,7 @@ def test_one_that_ticks_is_no_silent_one_however_long_it_has_run(
 ) -> None:
     holder = hold(flash_home, holders, process.__version__)
     monkeypatch.setattr(process, "SILENT_S", 5.0)
-    real = time.monotonic
-    since = replace(holder, since=real() - 1000)
+    since = replace(holder, since=time.monotonic() - 1000)
     wait_for(lambda: since.silent_s(flash_home) < 5)
     assert not ensure_supervisor(flash_home)
     assert holders[0].poll() is None
@@ -140,8 +139,7 @@ def test_a_healthy_one_in_a_terminal_is_told_and_stays(flash_home: Path, holders
 
 @pytest.mark.slow
 def test_a_stopped_one_in_a_terminal_is_replaced(flash_home: Path, holders: list[subprocess.Popen[bytes]], monkeypatch):
-    holder = hold(flash_home, holders, process.__version__, is_foreground=True)
-    os.kill(holder.pid, signal.SIGSTOP)
+    os.kill(hold(flash_home, holders, process.__version__, is_foreground=True).pid, signal.SIGSTOP)
     monkeypatch.setattr(process, "SILENT_S", 0.5)
     wait_for(lambda: unfit(flash_home))
     assert process.replace_unfit(flash_home)

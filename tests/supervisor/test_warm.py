@@ -128,8 +128,7 @@ def test_an_attempt_that_it_does_not_fit_starts_afresh(bench: Bench, monkeypatch
     pid = bench.ready()
     monkeypatch.setattr(local, "SIGNAL_TIMEOUT_S", 2.0 if case == "stopped" else WAIT_S)
     launch = UNFIT[case](bench, monkeypatch) or bench.launch()
-    facts = bench.facts(launch)
-    assert facts["pid"] != pid
+    assert bench.facts(launch)["pid"] != pid
     assert is_running(pid) == (case == "several processes"), "it may serve the next attempt"
 
 

@@ -44,8 +44,7 @@ async def test_of_several_files_the_later_wins_and_an_argument_over_both(tmp_pat
         tmp_path / "base.toml", 'environment = "echo"\nsteps = 3\nseed = 5\nenvironment_args = {fail = false}\n'
     )
     more = written(tmp_path / "more.toml", "[train]\nsteps = 7\ntemperature = 0.5\n[environment_args]\nlevel = 2\n")
-    values = read_configs([base, more]).fields
-    assert values["environment_args"] == {"fail": False, "level": 2}
+    assert read_configs([base, more]).fields["environment_args"] == {"fail": False, "level": 2}
     more = written(tmp_path / "more.toml", "[train]\nsteps = 7\ntemperature = 0.5\n")
     result = await call("train", config=[base, more], temperature=0.8, validate_only=True)
     assert (result["values"]["steps"], result["values"]["seed"], result["values"]["temperature"]) == (7, 5, 0.8)

@@ -242,8 +242,7 @@ async def test_attempts_in_different_environments_are_not_pooled(client: Client,
 async def test_a_run_is_pinned_to_its_dataset_and_one_that_does_not_fit_is_refused(
     client: Client, tmp_path: Path
 ) -> None:
-    run = recorded(solved())
-    kept = (await curated(client, runs=[run.id], name="right"))["dataset"]
+    kept = (await curated(client, runs=[recorded(solved()).id], name="right"))["dataset"]
     fields = {"environment": "numbers", "algorithm": "sft", "dataset": "right", "batch_size": 2, "epochs": 3}
     started = body_of(await client.call_tool("train", fields))
     assert (started["estimate"]["dataset_rows"], started["estimate"]["steps"]) == (8, 12)
@@ -374,14 +373,10 @@ def request_of(asked: str, said: str, finish: str = "stop") -> dict[str, Any]:
     """A line as the model server writes it."""
     example = [{"role": "user", "content": "Say 0"}, {"role": "assistant", "content": "0"}]
     return {
-        "messages": [*example, {"role": "user", "content": asked}],
-        "tools": [],
-        "answer": {"role": "assistant", "content": said},
-        "finish": finish,
-        "prompt_token_ids": [1],
-        "token_ids": [2, 3],
-        "seconds": 0.5,
-    }
+        "messages": [*example, {"role": "user", "content": asked}], "tools": [],
+        "answer": {"role": "assistant", "content": said}, "finish": finish, "prompt_token_ids": [1],
+        "token_ids": [2, 3], "seconds": 0.5,
+    }  # fmt: skip
 
 
 async def test_a_run_without_success_is_never_to_be_learnt_whole(client: Client) -> None:
@@ -513,8 +508,7 @@ async def test_sft_on_rows_needs_no_environment(client: Client, tmp_path: Path) 
     estimate = body["estimate"]
     assert estimate["dataset_rows"] < 60 and estimate["held_out_examples"] > 0
     assert not any("env_test" in note for note in body.get("notes", ()))
-    kept = await curated(client, runs=[str(path)], name="chats")
-    body = await follow(client, kept["next"], "train")
+    body = await follow(client, (await curated(client, runs=[str(path)], name="chats"))["next"], "train")
     assert body["environment"].startswith("regression@") and body["estimate"]["dataset_rows"] == 60
     code, text = await refused(client, "train", algorithm="grpo", dataset=str(path))
     assert (code, "environment: missing" in text) == ("invalid_argument", True)

