@@ -223,13 +223,16 @@ def folder_card(folder: Path) -> ModelCard:
         why = "its tokenizer has no chat template: it is a base model without chat training"
         raise _unusable(folder, why)
     text_config: dict[str, Any] = config.get("text_config") or config
+    tools: ToolTemplate | None = "own" if tool_form(template) else None
+    if not tools and tool_form(with_tools(template)):
+        tools = "ours"
     return ModelCard(
         name=str(folder),
         source=f"folder:{folder}",
         parameters=sum(_weight_counts(folder)),
         context=text_config.get("max_position_embeddings"),
         thinking="enable_thinking" in template,
-        tools=_tool_template(template),
+        tools=tools,
     )
 
 
@@ -255,14 +258,6 @@ def chat_template_of(folder: Path) -> str:
         named = cast("list[dict[str, str]]", template)
         template = {item["name"]: item["template"] for item in named}.get("default")
     return template or ""
-
-
-def _tool_template(template: str) -> ToolTemplate | None:
-    if tool_form(template):
-        return "own"
-    if tool_form(with_tools(template)):
-        return "ours"
-    return None
 
 
 def _is(kind: Callable[[Path], bool], path: Path) -> bool:

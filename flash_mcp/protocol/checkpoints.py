@@ -72,8 +72,12 @@ class Checkpoints:
             manifest = self._storage.read_object(ManifestFile, name, step=step)
             if manifest is None:
                 continue
-            if wrong := _contradiction(manifest, saved_by(save)[0]):
-                self._storage.damaged[name] = wrong
+            if manifest["epoch"] != saved_by(save)[0]:
+                self._storage.damaged[name] = f"it is of attempt {manifest['epoch']}"
+            elif manifest["digest"] != _digest_of(manifest["files"]):
+                self._storage.damaged[name] = "its digest is not that of its files"
+            elif manifest["optimizer_bytes"] > manifest["size_bytes"]:
+                self._storage.damaged[name] = "a part of it is larger than the whole"
             elif digest in (None, manifest["digest"]):
                 return {**manifest, "path": self._storage.address(place)}
         return None
@@ -242,17 +246,6 @@ def saved_by(name: str) -> tuple[int, int]:
 
 def _digest_of(files: Mapping[str, str]) -> str:
     return hashlib.sha256(dump(files)).hexdigest()[:16]
-
-
-def _contradiction(manifest: ManifestFile, epoch: int) -> str | None:
-    """What in the manifest of a checkpoint of attempt `epoch` cannot be."""
-    if manifest["epoch"] != epoch:
-        return f"it is of attempt {manifest['epoch']}"
-    if manifest["digest"] != _digest_of(manifest["files"]):
-        return "its digest is not that of its files"
-    if manifest["optimizer_bytes"] > manifest["size_bytes"]:
-        return "a part of it is larger than the whole"
-    return None
 
 
 def _check_files(manifest: Manifest, digest_of: Callable[[str], str | None]) -> None:

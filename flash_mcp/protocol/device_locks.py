@@ -80,8 +80,17 @@ def users(device: str, home: Path) -> list[str]:
         if path.name not in own:
             # Unreadable, removed meanwhile or no regular file: nobody can hold it as we do.
             with suppress(OSError), _opened(path) as descriptor:
-                if not try_lock(descriptor):
-                    results.append(_whose(descriptor))
+                if try_lock(descriptor):
+                    continue
+                owner = os.fstat(descriptor).st_uid
+                whose = f"a state directory of user {owner}"
+                if owner == os.geteuid():
+                    state = os.fsdecode(os.pread(descriptor, MAX_PATH_BYTES, 0))
+                    whose = f"the state directory {state}"
+                else:
+                    with suppress(KeyError):
+                        whose = f"a state directory of user {pwd.getpwuid(owner).pw_name}"
+                results.append(whose)
     return results
 
 
@@ -121,14 +130,3 @@ def _guarded(folder: Path, device: str) -> Generator[None]:
         if not lock(descriptor, LOCK_TIMEOUT_S):
             raise OSError(f"another process holds {path}")
         yield
-
-
-def _whose(descriptor: int) -> str:
-    owner = os.fstat(descriptor).st_uid
-    if owner == os.geteuid():
-        home = os.fsdecode(os.pread(descriptor, MAX_PATH_BYTES, 0))
-        return f"the state directory {home}"
-    name = str(owner)
-    with suppress(KeyError):
-        name = pwd.getpwuid(owner).pw_name
-    return f"a state directory of user {name}"

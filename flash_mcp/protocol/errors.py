@@ -164,8 +164,13 @@ class FlashError(Exception):
     @property
     def wrong_values(self) -> list[str]:
         """Each as name=value, cut to some length."""
-        present = {name: value for name, value in self.values.items() if value is not None}
-        return [f"{name}={_short(value)}" for name, value in present.items()]
+        shown: list[str] = []
+        for name, value in self.values.items():
+            if value is not None:
+                is_quoted = isinstance(value, str) and not PLAIN.fullmatch(value)
+                text = encodable(repr(value) if is_quoted else str(value))
+                shown.append(f"{name}={text if len(text) <= 120 else f'{text[:119]}…'}")
+        return shown
 
     def to_dict(self) -> dict[str, Any]:
         body = {"code": self.code, "what": self.what, "fix": self.fix, "values": self.values}
@@ -221,14 +226,6 @@ def encodable(value: Any) -> Any:
     if isinstance(value, PurePath):
         return encodable(str(value))
     return value
-
-
-def _short(value: Any, limit: int = 120) -> str:
-    is_quoted = isinstance(value, str) and not PLAIN.fullmatch(value)
-    text = encodable(repr(value) if is_quoted else str(value))
-    if len(text) <= limit:
-        return text
-    return f"{text[: limit - 1]}…"
 
 
 def nearest(

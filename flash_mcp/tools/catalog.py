@@ -228,11 +228,21 @@ def catalog(
                 entries, shown["not_fitting"] = _fitting(entries)
             has_more = has_more or len(entries) > end
             shown[name] = entries[start:end]
+    disk = spent = None
+    if "devices" in shown:
+        sizes: list[str] = []
+        for table in ("checkpoints", "environments"):
+            (taken,) = store.column(f"SELECT coalesce(sum(size_bytes), 0) FROM {table}")
+            sizes.append(f"{table} take {in_words(taken)}")
+        if caller().is_local and (taken := size_of(exports_dir(store.base))):
+            sizes.append(f"exports take {in_words(taken)}")
+        disk = f"{', '.join(sizes)}; {in_words(disk_usage(store.base).free)} free"
+        spent = costs.spent(store.used_s_by_target(), store.base)
     return Catalog(
         **shown,
         default_model=DEFAULT_MODEL if "models" in shown else None,
-        disk=_disk(store) if "devices" in shown else None,
-        spent=costs.spent(store.used_s_by_target(), store.base) if "devices" in shown else None,
+        disk=disk,
+        spent=spent,
         has_more=has_more,
         cursor=str(end) if has_more and kind else None,
         next=_next_step(kind, shown, has_more, requested),
@@ -282,7 +292,8 @@ def _model(card: ModelCard, places: Sequence[Place], steps: Steps) -> ModelView:
     if card.parameters is None and (parameters := parameters_in_name(card.name)):
         facts |= {"parameters": parameters, "unchecked": "parameters"}
     for name in ("parameters", "active"):
-        facts[name] = facts[name] and _billions(facts[name])
+        if count := facts[name]:  # such as 135M or 4.02B
+            facts[name] = f"{count / 1e6:.3g}M" if count < 1e9 else f"{count / 1e9:.3g}B"
     # For GRPO on one card; this machine is the first of the places
     local, *others = places
     need_on = partial(memory_need, card, has_engine=True)
@@ -298,13 +309,6 @@ def _model(card: ModelCard, places: Sequence[Place], steps: Steps) -> ModelView:
         if not place.refusal(need_on, 1):
             fits += f"; {place.name}: yes"
     return ModelView(**facts, fits=fits, step=_steps_text(steps, model=card.name))
-
-
-def _billions(parameters: float) -> str:
-    """Such as 135M or 4.02B."""
-    if parameters < 1e9:
-        return f"{parameters / 1e6:.3g}M"
-    return f"{parameters / 1e9:.3g}B"
 
 
 Steps = dict[tuple[str, str], str]
@@ -388,17 +392,6 @@ def _targets(store: Store, steps: ReadSteps) -> list[TargetView]:
         )
         results.append(target)
     return results
-
-
-def _disk(store: Store) -> str:
-    sql = "SELECT coalesce(sum(size_bytes), 0) AS taken FROM"
-    sizes: list[str] = []
-    for table in ("checkpoints", "environments"):
-        taken = store.query(f"{sql} {table}")[0]["taken"]
-        sizes.append(f"{table} take {in_words(taken)}")
-    if caller().is_local and (taken := size_of(exports_dir(store.base))):
-        sizes.append(f"exports take {in_words(taken)}")
-    return f"{', '.join(sizes)}; {in_words(disk_usage(store.base).free)} free"
 
 
 def _another(owner: str) -> str | None:

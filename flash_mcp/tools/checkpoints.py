@@ -127,7 +127,13 @@ def _cancelled(store: Store, run: Run) -> Cancel:
     if run.state == "cancelled":
         next_step = next_of(RunReport(run=run, checkpoints=saved))
     else:
-        next_step = f"{_ending(store, run)}; {waiting_for(run.id, 'end')} returns when it has ended"
+        still = "it ends before its first step"
+        if run.algorithm == "eval":
+            still = "it is ending"
+        elif step_s := store.slowest_step_s(run.id):
+            minutes = math.ceil(step_s / 60)
+            still = f"it is finishing step {run.step + 1} and saving, up to {minutes} min"
+        next_step = f"{still}; {waiting_for(run.id, 'end')} returns when it has ended"
     return Cancel(
         run_id=run.id,
         state=run.state,
@@ -136,17 +142,6 @@ def _cancelled(store: Store, run: Run) -> Cancel:
         lost_steps=store.lost_steps(run) or None,
         next=next_step,
     )
-
-
-def _ending(store: Store, run: Run) -> str:
-    """What a run that was asked to end still does, and how long that takes."""
-    if run.algorithm == "eval":
-        return "it is ending"
-    step_s = store.slowest_step_s(run.id)
-    if not step_s:
-        return "it ends before its first step"
-    minutes = math.ceil(step_s / 60)
-    return f"it is finishing step {run.step + 1} and saving, up to {minutes} min"
 
 
 async def checkpoints(

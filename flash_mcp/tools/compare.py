@@ -477,10 +477,17 @@ def _side(side: Evaluated) -> Side:
     success = fmean(side.means("success").values())
     outcomes = attempts.successes(side.tasks)
     interval = statistics.success_interval(outcomes)
+    of = f"{run.model} before the training of {run.id}"
+    if run.algorithm == "eval":
+        of = run.model
+        if run.evaluation.checkpoint:
+            of += f" with {run.evaluation.checkpoint}"
+    elif side.row.step:
+        of = f"{run.model} with {run.id}@{side.row.step}"
     return Side(
         run_id=run.id,
         step=side.row.step,
-        of=_model(run, side.row.step),
+        of=of,
         environment=run.environment_references,
         tasks=len(side.tasks),
         attempts=attempts.settings(run)["attempts"],
@@ -492,17 +499,6 @@ def _side(side: Evaluated) -> Side:
         constant=side.row.summary.get("constant_success"),
         constant_answer=shorten(side.row.constant, 100) if side.row.constant else None,
     )
-
-
-def _model(run: Run, step: int) -> str:
-    if run.algorithm == "eval":
-        checkpoint = run.evaluation.checkpoint
-        if checkpoint:
-            return f"{run.model} with {checkpoint}"
-        return run.model
-    if step:
-        return f"{run.model} with {run.id}@{step}"
-    return f"{run.model} before the training of {run.id}"
 
 
 def _flip(store: Store, task: str, pair: Pair, characters: int) -> Flip:

@@ -240,7 +240,10 @@ def _keep(
     result.dataset = f"{kept.name}@{kept.digest}"
     result.created = kept.created
     result.path = str(kept.path)
-    needed = passed_on(_secrets_of(rows), rows[0].spec.environment_args)
+    # The secrets of the runs that have any; none where these differ
+    secrets = {tuple(sorted(row.spec.secrets)) for row in rows} - {()}
+    names = secrets.pop() if len(secrets) == 1 else ()
+    needed = passed_on(names, rows[0].spec.environment_args)
     result.next = (
         f"train(environment={result.environment!r}, algorithm='sft', dataset={result.dataset!r}, "
         f"validate_only=true{needed})"
@@ -249,7 +252,10 @@ def _keep(
 
 def _pooled(store: Store, references: Sequence[str]) -> list[Run]:
     """The runs. FlashError(invalid_argument) if their environments or arguments differ."""
-    rows = [store.run(_run_of(store, reference)) for reference in references]
+    rows: list[Run] = []
+    for reference in references:
+        is_run = not reference.startswith("dep-")
+        rows.append(store.run(reference if is_run else store.deployment(reference).run_id))
     kinds: dict[str, str] = {}
     for row in rows:
         if row.mixture:
@@ -270,20 +276,6 @@ def _pooled(store: Store, references: Sequence[str]) -> list[Run]:
             "the others apart",
         )
     return rows
-
-
-def _run_of(store: Store, reference: str) -> str:
-    if reference.startswith("dep-"):
-        return store.deployment(reference).run_id
-    return reference
-
-
-def _secrets_of(rows: Sequence[Run]) -> list[str]:
-    """Names of the secrets of the runs that have any; none where these differ."""
-    named = {tuple(sorted(row.spec.secrets)) for row in rows} - {()}
-    if len(named) == 1:
-        return list(named.pop())
-    return []
 
 
 async def _held_out(store: Store, row: Run) -> HeldBack:

@@ -192,7 +192,12 @@ async def publish(
     generated: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
         stage = await run_sync(stack.enter_context, versions.staged(name, source))
-        asks = _asks(stage.folder)
+        try:
+            asks = Needs.from_folder(stage.folder).requested()
+        except ValueError as error:
+            fix = "correct it, or leave it out: most environments need none"
+            what = "its environment.toml cannot be used"
+            raise FlashError("environment_invalid", what, fix=fix, wrote=str(error)) from error
         if load:
             splits, shared, generated = await _splits(stage, environment_args, dict(values or {}))
         data = {"tasks": splits} if splits else {}
@@ -267,15 +272,6 @@ async def _splits(
         return host.splits, await overlap(host), await host.generated()
 
 
-def _asks(folder: Path) -> dict[str, Any]:
-    try:
-        return Needs.from_folder(folder).requested()
-    except ValueError as error:
-        fix = "correct it, or leave it out: most environments need none"
-        what = "its environment.toml cannot be used"
-        raise FlashError("environment_invalid", what, fix=fix, wrote=str(error)) from error
-
-
 # -- env_test --------------------------------------------------------------------------------------
 
 
@@ -334,7 +330,10 @@ async def env_test(
                 named = f"environment={environment!r}"
             return await _replayed(subject, replay, named)
         reference = environment or folder or ""
-        result = await _at_last(reference, subject, time_s, max_tokens, _checks(accept or []))
+        for name in sorted({*(accept or ())} - {*gate.PROBES}):
+            what = f"there is no check {name!r} to accept{did_you_mean(name, gate.PROBES)}"
+            raise FlashError("invalid_argument", what, fix=f"use: {', '.join(gate.PROBES)}")
+        result = await _at_last(reference, subject, time_s, max_tokens, accept or [])
         if hunting and result.splits:
             result.probes.append(await _hunted(hunting, subject, started + HUNT_LIMIT_S))
             await run_sync(_keep, subject, result, True)
@@ -383,14 +382,6 @@ class _Subject:
             start_timeout_s=LOAD_TIMEOUT_S,
             fix=fix,
         )
-
-
-def _checks(names: list[str]) -> list[str]:
-    for name in names:
-        if name not in gate.PROBES:
-            what = f"there is no check {name!r} to accept{did_you_mean(name, gate.PROBES)}"
-            raise FlashError("invalid_argument", what, fix=f"use: {', '.join(gate.PROBES)}")
-    return names
 
 
 async def _at_last(

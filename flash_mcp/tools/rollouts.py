@@ -151,7 +151,11 @@ def rollouts(
     # Rollouts of an evaluation are stored under "eval", whichever split its tasks are from.
     split = "eval" if run.algorithm == "eval" else split or "train"
     steps = store.rollout_steps(run_id, split)
-    at = _step(step, steps, search=contains is not None)
+    at = step  # None for all
+    if step == -1 or (step is None and contains is not None):
+        at = None
+    elif step is None and steps:
+        at = steps[-1]
     offset = page_offset(cursor, "rollouts") if index is None else index
     if not steps or (at is not None and at not in steps):
         others = store.rollout_steps(run_id, "eval" if split == "train" else "train")
@@ -321,15 +325,6 @@ def shared_beginning(prompts: Iterable[Sequence[Json]]) -> list[Json]:
     return [column[0] for column in columns]
 
 
-def _step(step: int | None, steps: list[int], *, search: bool) -> int | None:
-    """The step to look at; None for all."""
-    if step == -1 or (step is None and search):
-        return None
-    if step is None and steps:
-        return steps[-1]
-    return step
-
-
 def _nothing(
     store: Store, run: Run, step: int | None, steps: list[int], split: str, others: bool
 ) -> Rollouts:
@@ -367,7 +362,17 @@ def _within(
     """
     texts = [list(map(text_of, row.shown_messages[opening:])) for row in rows]
     if from_message is not None:
-        numbers = [_from(text, from_message, characters) for text in texts]
+        # The messages from there on that fit; a long one counts as LONG_MESSAGE
+        numbers: list[list[int]] = []
+        for text in texts:
+            left = characters
+            some: list[int] = []
+            for number in range(from_message, len(text)):
+                left -= min(json_characters(text[number]), LONG_MESSAGE) + MESSAGE_FRAME
+                if some and left < 0:
+                    break
+                some.append(number)
+            numbers.append(some)
     else:
         most = max(3, characters // max(len(rows), 1) // (LEAST_PER_MESSAGE + MESSAGE_FRAME))
         numbers = [_around(text, most, around) for text in texts]
@@ -413,17 +418,6 @@ def _within(
         )
         left += sum(map(len, item)) - sum(map(len, excerpts.values()))
     return shown, f"about {left} characters of text" if left > 0 else None
-
-
-def _from(texts: list[str], start: int, characters: int) -> list[int]:
-    """Numbers of the messages from `start` that fit; a long one counts as LONG_MESSAGE."""
-    numbers: list[int] = []
-    for number in range(start, len(texts)):
-        characters -= min(json_characters(texts[number]), LONG_MESSAGE) + MESSAGE_FRAME
-        if numbers and characters < 0:
-            break
-        numbers.append(number)
-    return numbers
 
 
 def _around(texts: list[str], most: int, around: str) -> list[int]:

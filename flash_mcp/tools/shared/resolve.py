@@ -137,7 +137,13 @@ def resolved_spec(
     is_own = "environment" in fields
     if not is_own:
         fields = {"environment": _default_environment(fields)} | fields
-    shape = _adapter_shape(store, fields)
+    # The rank and the alpha of the adapter to start from, as far as `fields` leave them out
+    shape: Json = {}
+    absent = {"lora_rank", "lora_alpha", "experts"} - set(fields)
+    reference = fields.get("init_from_adapter")
+    if isinstance(reference, str) and absent:
+        stated = _shape_in(_start(store, reference).folder)
+        shape = {field: stated[field] for field in absent if stated[field]}
     fields = shape | fields
     spec = validate(fields, files)
     card = base_model(spec.model)
@@ -255,16 +261,6 @@ class _Start:
         return {"path": str(self.folder), "run_id": None, "step": None, "digest": digest}
 
 
-def _adapter_shape(store: Store, fields: Json) -> Json:
-    """The rank and the alpha of the adapter to start from, as far as `fields` leave them out."""
-    absent = {"lora_rank", "lora_alpha", "experts"} - set(fields)
-    reference = fields.get("init_from_adapter")
-    if not isinstance(reference, str) or not absent:
-        return {}
-    shape = _shape_in(_start(store, reference).folder)
-    return {field: shape[field] for field in absent if shape[field]}
-
-
 def _shape_in(adapter: Path) -> Json:
     config = read_adapter_config(adapter, "r", "lora_alpha")
     experts = bool(config.get("target_parameters"))
@@ -374,17 +370,13 @@ def check_weights(path: Path) -> None:
         )
         raise _mismatch(path, what, fix)
     for name, (dtype, data) in numbers.items():
-        if not _are_finite(dtype, data):
+        if dtype not in NO_NUMBERS:
+            continue
+        size, last, bit = NO_NUMBERS[dtype]
+        suspects = last.finditer(data[size - 1 :: size])
+        if any(data[match.start() * size + size - 2] & bit == bit for match in suspects):
             what = f"the adapter holds NaN or infinity in {name}"
             raise _mismatch(path, what, "start from a checkpoint before its training diverged")
-
-
-def _are_finite(dtype: str, data: bytes) -> bool:
-    if dtype not in NO_NUMBERS:
-        return True
-    size, last, bit = NO_NUMBERS[dtype]
-    found = last.finditer(data[size - 1 :: size])
-    return not any(data[match.start() * size + size - 2] & bit == bit for match in found)
 
 
 def _mismatch(path: Path, what: str, fix: str) -> FlashError:

@@ -96,18 +96,15 @@ def read_rows(source: str) -> tuple[list[Row], list[str], Origin | None]:
         rows, origin = _from_hub(source, **named.groupdict())
     else:
         path = expanded(source).absolute()
-        rows = _rows(source, path.suffix.lower(), _content(source, path))
+        try:
+            if path.stat().st_size > MOST_BYTES:
+                raise _too_large(source)
+            content = path.read_bytes()
+        except OSError as error:
+            what = f"cannot read it: {error.strerror}"
+            raise refusal(source, what, "name a file, or hub:OWNER/NAME") from error
+        rows = _rows(source, path.suffix.lower(), content)
     return rows, list(dict.fromkeys(name for row in rows for name in row)), origin
-
-
-def _content(source: str, path: Path) -> bytes:
-    try:
-        if path.stat().st_size > MOST_BYTES:
-            raise _too_large(source)
-        return path.read_bytes()
-    except OSError as error:
-        what = f"cannot read it: {error.strerror}"
-        raise refusal(source, what, "name a file, or hub:OWNER/NAME") from error
 
 
 def _from_hub(

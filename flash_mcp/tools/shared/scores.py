@@ -195,18 +195,14 @@ def spread_of(store: Store, run: Run) -> str | None:
         if elsewhere(store, other)[1]:
             line += ", worse elsewhere"
         lines.append(line)
-    return f"{_in_words(shares, len(lines))}: {'; '.join(lines)}"
-
-
-def _in_words(shares: Sequence[float], runs: int) -> str:
-    if not shares:
-        return f"{runs} seeds, none with a held-out success yet"
-    text = f"held-out success of {len(shares)} of {runs} seeds: mean {fmean(shares):.3f}"
-    if len(shares) == 1:
-        return text
-    interval = statistics.mean_interval(shares)
-    low, high = max(0.0, interval.low), min(1.0, interval.high)
-    return f"{text}, 95 % interval over seeds, on these tasks, {low:.3f} to {high:.3f}"
+    text = f"{len(lines)} seeds, none with a held-out success yet"
+    if shares:
+        text = f"held-out success of {len(shares)} of {len(lines)} seeds: mean {fmean(shares):.3f}"
+    if len(shares) > 1:
+        interval = statistics.mean_interval(shares)
+        low, high = max(0.0, interval.low), min(1.0, interval.high)
+        text += f", 95 % interval over seeds, on these tasks, {low:.3f} to {high:.3f}"
+    return f"{text}: {'; '.join(lines)}"
 
 
 def elsewhere(store: Store, run: Run) -> tuple[str, bool]:
@@ -337,7 +333,14 @@ def _by_words(folder: str) -> Confusion | None:
     for split in ("train", "eval"):
         texts: list[str] = []
         golds: list[str] = []
-        for row in _rows(Path(folder, "datasets", f"{split}.jsonl"))[:MOST_ROWS]:
+        try:
+            lines = Path(folder, "datasets", f"{split}.jsonl").read_text("utf-8").splitlines()
+            rows = list(map(json.loads, lines))
+        except (OSError, ValueError, RecursionError):
+            return None
+        if not all(isinstance(row, dict) for row in rows):  # the starter writes it otherwise
+            return None
+        for row in rows[:MOST_ROWS]:
             text, gold = row.get("input"), row.get("output")
             if not (isinstance(text, str) and isinstance(gold, str)):
                 return None
@@ -351,12 +354,3 @@ def _by_words(folder: str) -> Confusion | None:
     predict = labels.learn_by_words(*splits["train"])
     texts, golds = splits["eval"]
     return Confusion.of((gold, predict(text)[0]) for text, gold in zip(texts, golds, strict=True))
-
-
-def _rows(path: Path) -> Sequence[Json]:
-    """Its rows; none if it cannot be read as the starter writes it."""
-    try:
-        rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-    except (OSError, ValueError, RecursionError):
-        return ()
-    return rows if all(isinstance(row, dict) for row in rows) else ()

@@ -296,7 +296,12 @@ def split_conversations(
     counts = Counts(used=used, ignored=dict(ignored))
     for row in conversations:
         counts.attempts += 1
-        if _is_empty(row):
+        # A question, or one of the answers to learn, that says nothing
+        says_nothing = False
+        for message in row["messages"][row["prompt_messages"] - 1 :]:
+            said = str(message.get("content") or "").strip() or message.get("tool_calls")
+            says_nothing |= message["role"] in ("user", "assistant") and not said
+        if says_nothing:
             counts.truncated += 1
             continue
         text = json.dumps(row, sort_keys=True)
@@ -314,15 +319,6 @@ def split_conversations(
     counts.train_tasks = counts.train_rows = len(train)
     counts.holdout_tasks = counts.holdout_rows = len(held_out)
     return train, held_out, counts, origin
-
-
-def _is_empty(row: Row) -> bool:
-    """Whether the question or one of the answers to learn says nothing."""
-    for message in row["messages"][row["prompt_messages"] - 1 :]:
-        said = str(message.get("content") or "").strip() or message.get("tool_calls")
-        if message["role"] in ("user", "assistant") and not said:
-            return True
-    return False
 
 
 def keep_conversations(
