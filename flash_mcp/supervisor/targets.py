@@ -321,20 +321,23 @@ def probe(name: str, settings: TargetSettings, wait_s: float = PROBE_S) -> Probe
                 fix = f"the engine says: {where}; wait longer with --wait-s, or correct the target"
                 raise FlashError("target_unreachable", what, fix=fix)
             time.sleep(POLL_S)
-        return _checked(name, folder, probed, began)
+        probed["list_lag_s"] = _list_lag_s(name, folder)
+        return _checked(name, probed, time.time() - began)
 
 
-def _checked(name: str, folder: RunFolder, probed: ProbeFile, began: float) -> ProbeFile:
-    """With how long the storage's lists lack what the node wrote before its answer."""
-    answered = time.monotonic()
+def _list_lag_s(name: str, folder: RunFolder) -> float:
+    """How long the storage's lists lack what the node wrote before its answer."""
+    began = time.monotonic()
     while not folder.newest_epoch():
-        if time.monotonic() - answered > MAX_LIST_LAG_S:
+        if time.monotonic() - began > MAX_LIST_LAG_S:
             what = f"a list of {name}'s storage lacks what was there {MAX_LIST_LAG_S:.0f} s ago"
             fix = "use a store with consistent lists, or shorten the cache of that file system"
             raise FlashError("target_refused", what, fix=fix)
         time.sleep(POLL_S)
-    probed["list_lag_s"] = round(time.monotonic() - answered, 1)
-    waited_s = time.time() - began
+    return round(time.monotonic() - began, 1)
+
+
+def _checked(name: str, probed: ProbeFile, waited_s: float) -> ProbeFile:
     if probed["version"] != __version__:
         what = f"the nodes of {name} have flash-mcp {probed['version']}; this is {__version__}"
         raise FlashError("target_refused", what, fix="install this version there")
