@@ -53,7 +53,7 @@ class EnvironmentSettings:
     memory_gib: float = 0.0
     """GiB of memory that one environment may ask for; by default half of the machine's."""
     processes: int = 4096  # processes and threads that one environment may ask for
-    file_gib: float = 64.0  # giB of one file that an environment may ask for
+    file_gib: float = 64.0  # GiB of one file that an environment may ask for
     at_once: int = 0
     """Environments that run at the same time on this machine; by default one for each GiB of its
     memory, and at least 16."""
@@ -98,8 +98,8 @@ class DiskSettings:
     uploads_gib: float = 0.0
     """GiB of environments that an owner over HTTP may store; by default serve's
     --environment-mib."""
-    datasets_gib: float = 2.0  # giB of datasets that an owner over HTTP may store
-    exports_gib: float = 64.0  # giB of exports that an owner over HTTP may store
+    datasets_gib: float = 2.0  # GiB of datasets that an owner over HTTP may store
+    exports_gib: float = 64.0  # GiB of exports that an owner over HTTP may store
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class ServingSettings:
     idle_minutes: float = 60.0
     """Minutes without a request to its server after which a deployment ends; deploy may set
     others."""
-    record_mib: float = 64.0  # miB of requests that deploy(record=true) keeps for each deployment
+    record_mib: float = 64.0  # MiB of requests that deploy(record=true) keeps for each deployment
     record_days: float = 30.0  # days after which a recorded request is deleted
     record_redact: tuple[str, ...] = ("mail", "card", "key")
     """What is replaced in recorded texts: mail addresses, numbers of cards, keys of services, and

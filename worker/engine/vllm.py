@@ -348,7 +348,7 @@ class VllmEngine:
         # If vLLM returns experts, it resets the cache of running requests only while it is paused.
         core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
         while core.batch_queue:
-            self._ended = self.step()
+            self._ended = self.step()  # which returns those that ended before, too
         if self._sync == "adapter":
             with tempfile.TemporaryDirectory() as folder:
                 save_adapter(policy, Path(folder))
