@@ -222,9 +222,9 @@ class VllmEngine:
         self._engine: LLMEngine
         with _variables(cards):
             if returns_experts:
-                wanted = EngineArgs(**arguments, enable_return_routed_experts=True)
+                returning = EngineArgs(**arguments, enable_return_routed_experts=True)
                 try:
-                    self._engine = LLMEngine.from_engine_args(wanted)
+                    self._engine = LLMEngine.from_engine_args(returning)
                 except ValueError as error:
                     reason = NO_EXPERTS.search(str(error))
                     if reason is None:

@@ -613,14 +613,14 @@ class Transcript:
         self.experts = None if self.experts is None else self.experts[: len(self)]
 
 
-def with_experts(known: Any, tokens: int, places: Sequence[int], added: Any) -> Any:
-    """The experts of so many tokens: the `known` ones and, where none is known, those that are
+def with_experts(earlier: Any, tokens: int, places: Sequence[int], added: Any) -> Any:
+    """The experts of so many tokens: the `earlier` ones and, where none is known, those that are
     `added`, of the tokens at `places`."""
     if added is None:
-        return known
+        return earlier
     filled = np.full((tokens, *added.shape[1:]), -1, added.dtype)
-    if known is not None:
-        filled[: len(known)] = known
+    if earlier is not None:
+        filled[: len(earlier)] = earlier
     at = np.array(places[: len(added)])
     is_new = filled[at, 0, 0] < 0
     filled[at[is_new]] = added[: len(at)][is_new]

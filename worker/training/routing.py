@@ -34,14 +34,14 @@ class ChosenExperts(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        found = func(*args, **kwargs or {})
-        if func not in (torch.topk, Tensor.topk) or found.indices.ndim < 2:
-            return found
+        top = func(*args, **kwargs or {})
+        if func not in (torch.topk, Tensor.topk) or top.indices.ndim < 2:
+            return top
         scores = args[0] if args else (kwargs or {})["input"]
-        chosen = self.chosen(scores, found.indices.flatten(0, -2))
+        chosen = self.chosen(scores, top.indices.flatten(0, -2))
         if chosen is None:
-            return found
-        indices = chosen.view_as(found.indices)
+            return top
+        indices = chosen.view_as(top.indices)
         return torch.return_types.topk((scores.gather(-1, indices), indices))
 
 
