@@ -100,7 +100,7 @@ async def test_env_setup_never_overwrites(client: Client, tmp_path: Path) -> Non
         ("tool_use", "tool_calculator"),
         ("mcp_server", "mcp_server"),
         ("agent", "agent_calculator"),
-        ("terminal", "terminal"),
+        pytest.param("terminal", "terminal", marks=pytest.mark.needs("terminal")),
     ],
 )
 async def test_a_template_is_an_example_that_passes_the_gate(client: Client, template: str, example: str, tmp_path):
@@ -113,6 +113,7 @@ async def test_a_template_is_an_example_that_passes_the_gate(client: Client, tem
             assert (folder / path.relative_to(TEMPLATES / example)).read_bytes() == path.read_bytes()
 
 
+@pytest.mark.needs("terminal")
 async def test_a_folder_without_tasks_of_harbor_is_refused(client: Client, tmp_path: Path) -> None:
     text = await refusal(client, "env_setup", folder=str(tmp_path / "new"), dataset=f"harbor:{tmp_path}")
     assert "dataset_invalid" in text and "0 folders with a task.toml" in text and not (tmp_path / "new").exists()
@@ -141,6 +142,7 @@ server.run()
 
 
 @pytest.mark.slow
+@pytest.mark.needs("adapters")
 async def test_a_server_of_the_mcp_package_makes_its_tasks(client: Client, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SERVER)
     folder = tmp_path / "mine"
@@ -162,6 +164,7 @@ async def test_the_words_of_a_servers_command_stay_as_they_are(client: Client) -
 
 
 @pytest.mark.long
+@pytest.mark.needs("adapters")
 async def test_tasks_of_a_server_of_the_mcp_package_pass_the_gate(client: Client, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SERVER)
     folder = tmp_path / "mine"
