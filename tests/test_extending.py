@@ -13,16 +13,20 @@ from typing import Any
 
 import httpx
 import pytest
+from mcp import Client
 
 from environments import adapters, doors
 from flash_mcp.cli.main import COMMANDS
 from flash_mcp.server import http_server
 from flash_mcp.server.mcp_server import server
+from flash_mcp.state.store import open_store
 from flash_mcp.state.targets import find_target, new_target
 from flash_mcp.tools.registry import TOOLS
 from tests import reaper
+from tests.calls import refusal
 from tests.places import ROOT
 from tests.rooms import PRODUCT, ROOMS, Room
+from tests.samples import finished_run
 from tests.test_imports import modules_of
 from tests.waiting import WAIT_S
 
@@ -101,6 +105,25 @@ def test_two_packages_of_one_name_are_refused(tmp_path: Path, monkeypatch: pytes
         new_target(tmp_path, "here", {"engine": "lab", "storage": "/s"})
     with pytest.raises(Exception, match=r"slow of flash_mcp.targets cannot be imported"):
         new_target(tmp_path, "here", {"engine": "slow", "storage": "/s"})
+
+
+@pytest.mark.parametrize(
+    ("module", "point", "tool", "arguments"),
+    [
+        ("worker.extensions.recording", "chats of flash_mcp.recorders", "deploy", {"record": True, "wait_s": 0}),
+        ("environments.agents.harbor", "harbor of flash_mcp.tasks", "env_setup", {"template": "terminal"}),
+    ],
+)
+async def test_a_tool_refuses_what_is_behind_a_door_that_leads_nowhere(
+    module: str, point: str, tool: str, arguments: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)  # as if its file was not there
+    if tool == "deploy":
+        arguments = arguments | {"run_id": finished_run(tmp_path).id}
+    async with Client(server) as client:
+        text = await refusal(client, tool, **arguments)
+    assert text.startswith("[extension_missing") and f"{point} cannot be imported" in text
+    assert "Fix: install the package that brings it" in text and not open_store().deployments()
 
 
 REPOSITORY = ("tests", "docs", "scripts", "pyproject.toml", "TRAINING.md", "constraints-cpu.txt", "constraints-gpu.txt")
