@@ -15,11 +15,9 @@ from environments.process.host import EnvironmentHost
 from tests.attempts import Attempt, make_run
 from tests.environments.agents.test_programs import CLIENT
 from tests.folders import environment_folder
-from tests.tiny import make_tokenizer
-from tests.virtual import FakeEngine
+from tests.virtual import FakeEngine, rolled
 from tests.waiting import wait_for
-from worker.rollouts.scheduler import Generator, PlayedRollout, RolloutTask, TalkLimits, collect
-from worker.rollouts.transcript import ChatTemplate
+from worker.rollouts.scheduler import PlayedRollout, RolloutTask, TalkLimits
 from worker.rollouts.turns import Completion, Sampling
 
 pytestmark = [pytest.mark.slow, pytest.mark.linux]
@@ -70,20 +68,15 @@ class Striking(FakeEngine):
 
 @asynccontextmanager
 async def programs(folder: Path) -> AsyncGenerator[EnvironmentHost]:
-    environment_folder(folder, SOURCE)
+    environment_folder(folder, SOURCE, needs="endpoint = true\nprocesses = 1000")
     (folder / "agent.py").write_text(PROGRAM)
-    (folder / "environment.toml").write_text("endpoint = true\nprocesses = 1000\n")
     async with await EnvironmentHost.start(folder, timeout_s=120) as host:
         yield host
 
 
 async def rollouts_of(host: EnvironmentHost, engine: FakeEngine, first: int = 0) -> list[PlayedRollout]:
-    generator = Generator(engine, run_step=engine.run_step)
-    template = ChatTemplate(make_tokenizer())
     tasks = [RolloutTask("train", first + n, n, n, n) for n in range(SESSIONS)]
-    found = await collect(tasks, host, generator, template, TalkLimits(max_tokens=8, max_length=400))
-    await generator.aclose()
-    return found
+    return await rolled(tasks, host, engine, TalkLimits(max_tokens=8, max_length=400))
 
 
 def heard(rollout: PlayedRollout) -> bool:
@@ -150,16 +143,13 @@ async def test_when_the_process_that_serves_the_model_is_killed_its_sessions_fai
 
 @pytest.mark.long
 def test_a_worker_that_is_killed_leaves_no_agent_and_the_next_attempt_ends_the_run(tiny_model: Path, tmp_path: Path):
-    folder = environment_folder(tmp_path / "agents", SOURCE)
+    folder = environment_folder(tmp_path / "agents", SOURCE, needs="endpoint = true")
     (folder / "agent.py").write_text(PROGRAM)
-    (folder / "environment.toml").write_text("endpoint = true\n")
     quick = {"steps": 2, "batch_size": 2, "group_size": 4, "max_tokens": 8, "max_length": 400}
     run = make_run(tmp_path / "run", tiny_model, environment=folder, **quick)
     with Attempt(run) as attempt:
         attempt.wait_until(lambda: run.rollout_steps() and agents(folder))
-        attempt.process.kill()
-        attempt.wait()
-        wait_for(lambda: not agents(folder))
+    wait_for(lambda: not agents(folder))
     Attempt(run, 2).ended()
     assert [*run.rollout_steps()] == [1, 2]
     for step in run.rollout_steps():

@@ -31,7 +31,7 @@ from flash_mcp.state.store import open_store
 from flash_mcp.supervisor.launch.base import Launch
 from flash_mcp.supervisor.launch.local import LocalLauncher
 from flash_mcp.tools.environments import env_push
-from tests.attempts import VOWELS, Attempt, held, make_run, messages_of
+from tests.attempts import Attempt, held, make_run, messages_of, vowels
 from tests.folders import environment_folder, generated_files
 from tests.places import CALCULATOR
 from tests.tiny import make_tokenizer
@@ -39,7 +39,7 @@ from tests.waiting import wait_for
 from tests.watch import is_running, listening_ports
 from worker.heartbeat import Cancelled, Heartbeat
 from worker.model import Model
-from worker.rollouts.scheduler import PlayedRollout, RolloutTask, TalkLimits
+from worker.rollouts.scheduler import PlayedRollout, RolloutTask
 from worker.rollouts.task_choice import Source, examples_of
 from worker.rollouts.transcript import ChatTemplate
 from worker.session import OPEN_AT_ONCE
@@ -58,13 +58,8 @@ def finished(run: Any, state: str = "succeeded") -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def whole_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A run of five steps that nothing disturbed."""
-    run = make_run(
-        tmp_path_factory.mktemp("whole") / "run",
-        tiny_model,
-        eval_before=True,
-        eval_after=True,
-        report_to=["mlflow", "tensorboard"],
-    )
+    fields: dict[str, Any] = {"eval_before": True, "eval_after": True, "report_to": ["mlflow", "tensorboard"]}
+    run = make_run(tmp_path_factory.mktemp("whole") / "run", tiny_model, **fields)
     Attempt(run).ended()
     return run
 
@@ -93,16 +88,8 @@ def test_a_run_from_a_worker_that_waited_is_the_same_run(tiny_model: Path, tmp_p
     told: list[Any] = []
     waiting = 0
     for name in ("fresh", "warm"):
-        run = make_run(
-            tmp_path / name,
-            tiny_model,
-            environment=CALCULATOR,
-            algorithm="sft",
-            steps=2,
-            max_length=1024,
-            group_size=None,
-            max_tokens=None,
-        )
+        fields = {"algorithm": "sft", "steps": 2, "max_length": 1024, "group_size": None, "max_tokens": None}
+        run = make_run(tmp_path / name, tiny_model, environment=CALCULATOR, **fields)
         command = [sys.executable, "-P", "-m", "worker.main", run.url, "--attempt", "1"]
         log = Path(run.path("log.1"))
         handle = launcher.submit(Launch(name, 1, command, dict(os.environ), log))
@@ -125,9 +112,7 @@ def test_an_evaluation_within_a_run_has_a_bounded_number_of_open_episodes(tmp_pa
     run = make_run(tmp_path / "run", tmp_path, steps=1, eval_examples=of)
     bounds: list[int | None] = []
 
-    async def collecting(
-        tasks: list[RolloutTask], limits: TalkLimits, on_done: Any, *, open_at_once: int | None = None
-    ) -> None:
+    async def collecting(tasks: list[RolloutTask], limits: Any, on_done: Any, *, open_at_once: int | None = None):
         bounds.append(open_at_once)
         assert heartbeat.shown == f"eval 0/{of}"
         for task in reversed(tasks):
@@ -202,9 +187,13 @@ def test_the_final_adapter_loads_in_peft_and_was_trained(whole_run: Any, tiny_mo
 
     folder = Path(whole_run.checkpoints.verify(5)["path"])
     PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), folder)
-    assert any(
-        weight.any() for name, weight in load_file(folder / "adapter_model.safetensors").items() if "lora_B" in name
-    )
+    weights = load_file(folder / "adapter_model.safetensors")
+    assert any(weight.any() for name, weight in weights.items() if "lora_B" in name)
+
+
+def trained(run: RunFolder) -> str:
+    """The digest of the last adapter's weights."""
+    return run.checkpoints.manifest(5)["files"]["adapter_model.safetensors"]
 
 
 @pytest.mark.cpu
@@ -223,17 +212,13 @@ def test_an_attempt_killed_in_mid_run_is_followed_by_one_that_ends_where_an_undi
     wait_for(lambda: not any(is_running(child.pid) for child in children))
     assert run.result() is None
     flag.unlink()
-    with Attempt(run, 2, one_by_one=True) as second:
-        assert second.wait() == 0, second.log_path.read_text()
+    Attempt(run, 2, one_by_one=True).ended()
     assert finished(run)["epoch"] == 2
     assert "measured on" in messages_of(run, "handshake")[-1], "the first attempt's is kept"
     assert list(run.metric_steps()) == [1, 2, 3, 4, 5] and run.metrics(1)["epoch"] == 1 and run.metrics(5)["epoch"] == 2
     for step in range(1, 6):
         assert run.metrics(step)["metrics"]["reward/mean"] == exact_run.metrics(step)["metrics"]["reward/mean"]
-    assert (
-        run.checkpoints.manifest(5)["files"]["adapter_model.safetensors"]
-        == exact_run.checkpoints.manifest(5)["files"]["adapter_model.safetensors"]
-    )
+    assert trained(run) == trained(exact_run)
 
 
 @pytest.mark.cpu
@@ -253,17 +238,14 @@ def test_a_cancelled_run_that_is_resumed_to_more_steps_ends_where_an_undisturbed
     before = run.reopen()
     assert run.result() is None and run.checkpoints.has_optimizer(3)
     make_run(tmp_path / "run", exact_model, **asked)
-    with Attempt(run, before + 1, one_by_one=True) as second:
-        assert second.wait() == 0, second.log_path.read_text()
+    Attempt(run, before + 1, one_by_one=True).ended()
     assert finished(run)["step"] == 5
 
     def curve(of: RunFolder) -> list[Any]:
         metrics = [of.metrics(step)["metrics"] for step in range(1, 6)]
         return [(each["reward/mean"], each["loss"]) for each in metrics]
 
-    assert curve(run) == curve(exact_run)
-    trained = "adapter_model.safetensors"
-    assert run.checkpoints.manifest(5)["files"][trained] == exact_run.checkpoints.manifest(5)["files"][trained]
+    assert (curve(run), trained(run)) == (curve(exact_run), trained(exact_run))
 
 
 RANKED = """
@@ -286,12 +268,10 @@ def test_a_scorer_of_groups_trains_and_a_second_attempt_has_the_generated_tasks_
     pushed = asyncio.run(env_push("numbers", files=generated_files(4, RANKED)))
     environment = Path(open_store().environment(pushed.environment).path)
     run = make_run(tmp_path / "run", tiny_model, environment=environment, steps=2)
-    with Attempt(run, one_by_one=True) as first:
-        assert first.wait() == 0, first.log_path.read_text()
+    Attempt(run, one_by_one=True).ended()
     second_number = run.reopen() + 1
     make_run(tmp_path / "run", tiny_model, environment=environment, steps=4)
-    with Attempt(run, second_number, one_by_one=True) as second:
-        assert second.wait() == 0, second.log_path.read_text()
+    Attempt(run, second_number, one_by_one=True).ended()
     assert finished(run)["step"] == 4
     rows = {step: list(run.rollouts(step)) for step in run.rollout_steps()}
     tasks = {step: {row["task_id"] for row in rows[step]} for step in rows}
@@ -316,8 +296,7 @@ def test_an_attempt_that_finds_every_step_made_makes_no_other(exact_run: RunFold
     run = RunFolder(shutil.copytree(exact_run.root, tmp_path / "run"))
     for path in ("result.1.json", "evals/5.1.json"):
         Path(run.path(*path.split("/"))).unlink()
-    with Attempt(run, 2, one_by_one=True) as second:
-        assert second.wait() == 0, second.log_path.read_text()
+    Attempt(run, 2, one_by_one=True).ended()
     assert finished(run)["step"] == 5 and list(run.metric_steps()) == [1, 2, 3, 4, 5]
     assert run.checkpoints.steps() == exact_run.checkpoints.steps()
     manifest, before = run.checkpoints.manifest(5), exact_run.checkpoints.manifest(5)
@@ -357,11 +336,8 @@ def test_conversations_go_on_in_the_next_step_and_a_killed_run_trains_every_task
     run = make_run(tmp_path / "run", tiny_model, steps=6, save_every=3, max_staleness=2, learning_rate=0.001)
     with Attempt(run) as first:
         first.wait_until(lambda: 4 in run.metric_steps() or 5 in run.rollout_steps())
-        first.process.kill()
-        first.process.wait()
     assert run.checkpoints.newest_good() == 3
-    with Attempt(run, 2) as second:
-        assert second.wait() == 0, second.log_path.read_text()
+    Attempt(run, 2).ended()
     assert finished(run)["step"] == 6
     order = {step: [row["task_id"] for row in run.rollouts(step)][::8] for step in range(1, 7)}
     passes = [order[1] + order[2] + order[3], order[4] + order[5] + order[6]]
@@ -389,8 +365,7 @@ def test_a_stopped_attempt_that_wakes_after_its_successor_changes_nothing(tiny_m
         zombie.wait_until(lambda: any((run.event(n) or {})["kind"] == "checkpoint" for n in run.event_names()))
         zombie.process.send_signal(signal.SIGSTOP)
         flag.unlink()
-        with Attempt(run, 2) as second:
-            assert second.wait() == 0, second.log_path.read_text()
+        Attempt(run, 2).ended()
         before = files()
         zombie.process.send_signal(signal.SIGCONT)
         assert zombie.wait() == 3
@@ -418,18 +393,16 @@ def test_a_cancel_between_two_steps_counts_the_step_that_was_made(tmp_path: Path
 
 
 def test_a_warm_start_begins_with_the_other_runs_adapter(whole_run: Any, tiny_model: Path, tmp_path: Path) -> None:
-    start = {
-        "init_adapter": {"path": whole_run.checkpoints.verify(5)["path"], "run_id": "run", "step": 5, "digest": ""}
-    }
-    run = make_run(tmp_path / "run", tiny_model, job=start, steps=1, kl_penalty_coef=0.1, loss_type="grpo")
+    start = {"path": whole_run.checkpoints.verify(5)["path"], "run_id": "run", "step": 5, "digest": ""}
+    fields: dict[str, Any] = {"steps": 1, "kl_penalty_coef": 0.1, "loss_type": "grpo"}
+    run = make_run(tmp_path / "run", tiny_model, job={"init_adapter": start}, **fields)
     Attempt(run).ended()
     first, cold = (r.metrics(1)["metrics"] for r in (run, whole_run))
     assert first["reward/mean"] > cold["reward/mean"] and first["kl"] == pytest.approx(0, abs=1e-3)
     group = [row for row in run.rollouts(1) if row["group"] == 0]
     spread = statistics.stdev(row["reward"] for row in group)
-    assert statistics.stdev(row["advantage"] for row in group) == pytest.approx(spread / (spread + 1e-4), abs=1e-4), (
-        "what is told is what is trained"
-    )
+    told = statistics.stdev(row["advantage"] for row in group)
+    assert told == pytest.approx(spread / (spread + 1e-4), abs=1e-4), "what is told is what is trained"
 
 
 @pytest.mark.parametrize(
@@ -449,9 +422,8 @@ def test_a_run_that_cannot_start_ends_with_a_coded_error(
     run = make_run(tmp_path / "run", model, **fields)
     Attempt(run).ended()
     error = finished(run, "failed")["error"]
-    assert error["code"] == code and evidence in json.dumps(error) + str(error["values"]).replace("': ", "=").replace(
-        "'", ""
-    )
+    values = str(error["values"]).replace("': ", "=").replace("'", "")
+    assert error["code"] == code and evidence in json.dumps(error) + values
     assert not run.metric_steps() and not run.checkpoints.steps()
 
 
@@ -466,10 +438,7 @@ KILLED = "__import__('os').kill(__import__('os').getpid(), 9)"
 def test_an_environment_that_mostly_fails_ends_the_run_and_one_that_is_killed_the_attempt(
     tiny_model: Path, tmp_path: Path, act: str, wrote: str, retryable: bool
 ) -> None:
-    folder = tmp_path / "failing"
-    folder.mkdir()
-    source = (VOWELS / "environment.py").read_text()
-    (folder / "environment.py").write_text(source.replace("        share =", f"        {act}\n        share ="))
+    folder = vowels(tmp_path / "failing", "        share =", f"        {act}\n        share =")
     run = make_run(tmp_path / "run", tiny_model, environment=folder)
     Attempt(run).ended()
     result = finished(run, "failed")
@@ -496,10 +465,7 @@ def load_environment(train=20, held_out=5, question="Write"):
 
 def sometimes(folder: Path, *, every: int, seconds: float = 0.0) -> Path:
     """An environment that fails to open one task of `every`, after `seconds`."""
-    folder.mkdir()
-    source = (VOWELS / "environment.py").read_text() + SOMETIMES.format(every=every, seconds=seconds)
-    (folder / "environment.py").write_text(source)
-    return folder
+    return vowels(folder, more=SOMETIMES.format(every=every, seconds=seconds))
 
 
 async def test_a_few_tasks_that_cannot_be_opened_do_not_end_a_run_before_it_begins(tmp_path: Path) -> None:
@@ -549,10 +515,7 @@ def test_a_student_gets_nearer_to_its_teacher_also_across_a_kill(whole_run: Any,
     )  # fmt: skip
     with Attempt(run) as first:
         first.wait_until(lambda: 4 in run.checkpoints.steps())
-        first.process.kill()
-        first.process.wait()
-    with Attempt(run, 2) as second:
-        assert second.wait() == 0, second.log_path.read_text()
+    Attempt(run, 2).ended()
     assert finished(run)["step"] == 10 and run.metrics(10)["epoch"] == 2
     metrics = [run.metrics(step)["metrics"] for step in run.metric_steps()]
     apart = [step["teacher_kl"] for step in metrics]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from flash_mcp.protocol.errors import FlashError
-from tests.attempts import VOWELS, Attempt, make_run
+from tests.attempts import Attempt, make_run, vowels
 from tests.waiting import WAIT_S
 from tests.watch import watch
 from worker.capacity import GIB, MIB, _control_group_rooms, kv_cache_bytes
@@ -176,11 +176,8 @@ def load_environment(train=12, held_out=5, question="Write"):
 @pytest.mark.cpu
 def test_memory_that_runs_out_in_mid_run_is_said_with_the_evidence(tiny_model: Path, tmp_path: Path) -> None:
     """The address space is closed once the run trains; then conversations get long."""
-    folder = tmp_path / "growing"
-    flag = folder / "flag"
-    folder.mkdir()
-    source = (VOWELS / "environment.py").read_text() + LONG_ANSWERS.format(flag=str(flag))
-    (folder / "environment.py").write_text(source)
+    flag = tmp_path / "growing" / "flag"
+    folder = vowels(flag.parent, more=LONG_ANSWERS.format(flag=str(flag)))
     run = make_run(tmp_path / "run", tiny_model, environment=folder, steps=1000, save_every=1000, max_length=4096)
     with Attempt(run) as attempt:
         attempt.wait_until(lambda: 2 in run.metric_steps(), timeout_s=240)
