@@ -1,5 +1,6 @@
 """A look at an exam by real processes: the tiny model, the real queue, a detached supervisor, and SIGKILL."""
 
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -46,10 +47,13 @@ def base(flash_home: Path, tmp_path: Path) -> Iterator[Path]:
 def places_of(base: Path, word: str) -> list[str]:
     """Every file below the state directory and the temporary folder that holds the word."""
     found: list[str] = []
-    for path in [*base.rglob("*"), *Path(tempfile.gettempdir()).glob("flash-*/**/*")]:
-        with suppress(OSError):
-            if path.is_file() and word.encode() in path.read_bytes():
-                found.append(str(path))
+    folders = [base, *Path(tempfile.gettempdir()).glob("flash-*")]
+    # Others end while this looks, and `os.walk` passes over what is gone.
+    for folder, _, names in (walked for each in folders for walked in os.walk(each)):
+        for path in (Path(folder, name) for name in names):
+            with suppress(OSError):
+                if path.is_file() and word.encode() in path.read_bytes():
+                    found.append(str(path))
     return found
 
 
