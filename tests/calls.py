@@ -17,8 +17,7 @@ async def call(tool: str, /, **arguments: Any) -> dict[str, Any]:
     """A tool's result as it is sent, made in this process."""
     result = TOOLS[tool].function(**arguments)
     body = (await result if hasattr(result, "__await__") else result).model_dump(mode="json")
-    assert len(to_text(body)) <= RESULT_CHARACTERS
-    assert list(body)[-1] == "next"
+    assert len(to_text(body)) <= RESULT_CHARACTERS and list(body)[-1] == "next"
     return body
 
 
@@ -45,8 +44,7 @@ async def refusal(client: Client, tool: str, **arguments: Any) -> str:
     result = await client.call_tool(tool, arguments)
     assert result.is_error, result.structured_content
     text = result.content[0].text
-    assert text[1:].partition("]")[0].partition(" ")[0] in CODES
-    assert "Fix: " in text
+    assert text[1:].partition("]")[0].partition(" ")[0] in CODES and "Fix: " in text
     return text
 
 

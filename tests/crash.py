@@ -79,9 +79,6 @@ class Outcome:
     defects: list[str] = field(default_factory=list[str])
 
 
-# -- the processes of a state directory ------------------------------------------------------------
-
-
 def processes(base: Path, run_id: str = "") -> dict[str, list[psutil.Process]]:
     """Every process that belongs to the state directory, by kind. A serving process's children are its engine."""
     found: dict[str, list[psutil.Process]] = {}
@@ -155,9 +152,6 @@ class Chaos(threading.Thread):
         fault.struck = True
 
 
-# -- the agent -------------------------------------------------------------------------------------
-
-
 class Agent:
     """An MCP client that starts its server anew when that is gone, and then calls again."""
 
@@ -196,9 +190,6 @@ class Agent:
         stack, self._client, self._stack = self._stack, None, AsyncExitStack()
         with suppress(Exception):
             await stack.aclose()
-
-
-# -- one run ---------------------------------------------------------------------------------------
 
 
 def plan(number: int, seed: int, kind: str, flavour: str) -> list[Fault]:
@@ -386,9 +377,6 @@ def _end(base: Path) -> None:
         for process in found:
             with suppress(psutil.Error):
                 process.kill()
-
-
-# -- all of them -----------------------------------------------------------------------------------
 
 
 def crash_runs(runs: int, seed: int, *, real: int = 0, at_once: int = 4, first: int = 0) -> list[Outcome]:

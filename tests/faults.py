@@ -22,15 +22,11 @@ FAULTS = {
     "the disk is full: before a run starts, in its folder, metrics, heartbeat, checkpoint, result "
     "and cancel, in the database, for a push, a deployment, every tool and command": [SPACE],
     "one file of a run folder is damaged in one of ten ways": [
-        f"{TROUBLE}::test_a_damaged_file",
-        f"{TROUBLE}::test_a_damaged_result",
-        f"{TROUBLE}::test_a_cancelled_run_with_a_damaged_beat",
-        f"{FOLDER}::test_a_damaged",
+        f"{TROUBLE}::test_a_damaged_file", f"{TROUBLE}::test_a_damaged_result",
+        f"{TROUBLE}::test_a_cancelled_run_with_a_damaged_beat", f"{FOLDER}::test_a_damaged",
     ],
     "trouble with an attempt that does not pass": [
-        f"{TROUBLE}::test_a_run_whose_folder",
-        f"{TROUBLE}::test_trouble_that",
-        f"{TROUBLE}::test_a_full_disk",
+        f"{TROUBLE}::test_a_run_whose_folder", f"{TROUBLE}::test_trouble_that", f"{TROUBLE}::test_a_full_disk",
     ],
     "a replaced attempt wakes while it writes": [f"{FOLDER}::test_a_zombie"],
     "a kill between two file operations of a save, of pruning or of a removal": [
@@ -38,27 +34,18 @@ FAULTS = {
         f"{REMOVAL}::test_whoever_is_stopped",
     ],
     "the machine, a supervisor or a worker is paused; the clock jumps": [
-        f"{TROUBLE}::test_a_clock",
-        f"{TROUBLE}::test_a_retry_is_not",
-        f"{TROUBLE}::test_a_cancelled_run_has",
-        f"{TROUBLE}::test_a_pause",
-        f"{TROUBLE}::test_a_supervisor_and_a_worker",
+        f"{TROUBLE}::test_a_clock", f"{TROUBLE}::test_a_retry_is_not", f"{TROUBLE}::test_a_cancelled_run_has",
+        f"{TROUBLE}::test_a_pause", f"{TROUBLE}::test_a_supervisor_and_a_worker",
     ],
     "the supervisor is stopped, hangs, or is of an older or newer version; the database is newer": [
-        UNFIT,
-        "tests/supervisor/test_ensure.py::test_a_process",
-        "tests/supervisor/test_ensure.py::test_only",
+        UNFIT, "tests/supervisor/test_ensure.py::test_a_process", "tests/supervisor/test_ensure.py::test_only",
     ],
     "the database is locked, damaged or lost": [
-        f"{TROUBLE}::test_a_supervisor_waits",
-        f"{TROUBLE}::test_a_supervisor_starts",
-        f"{TROUBLE}::test_a_damaged_database",
-        "tests/supervisor/test_recovery.py",
+        f"{TROUBLE}::test_a_supervisor_waits", f"{TROUBLE}::test_a_supervisor_starts",
+        f"{TROUBLE}::test_a_damaged_database", "tests/supervisor/test_recovery.py",
     ],
     "a model server dies, hangs, never answers or is not used": [
-        f"{MODELS}::test_a_server",
-        f"{MODELS}::test_a_deployment_ends",
-        f"{MODELS}::test_an_answer",
+        f"{MODELS}::test_a_server", f"{MODELS}::test_a_deployment_ends", f"{MODELS}::test_an_answer",
         f"{MODELS}::test_a_chat",
     ],
     "the file system has no links or locks, is linked, or is of another machine": [
@@ -66,7 +53,7 @@ FAULTS = {
         "tests/state/test_moving.py::test_a_moved",
         "tests/state/test_moving.py::test_a_backup_is_restored",
     ],
-}
+}  # fmt: skip
 
 
 class Outcomes:

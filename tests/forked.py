@@ -59,9 +59,7 @@ def fork_of(pid: int) -> int:
 class Forked:
     """As `subprocess.Popen` of `python ARGUMENTS` in a session of its own, whose output goes to the file `log`."""
 
-    def __init__(
-        self, arguments: Sequence[str], log: Path, environment: dict[str, str], folder: Path | None = None
-    ) -> None:
+    def __init__(self, arguments: Sequence[str], log: Path, environment: dict[str, str], folder: Path | None = None):
         if VARIABLE not in os.environ:
             start_servers("workers", "small")
         with Path(os.devnull).open() as null, log.open("ab") as output:

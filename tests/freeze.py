@@ -117,9 +117,6 @@ def wire(model: Any) -> dict[str, Any]:
     return model.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
-# -- what clients see before they call -------------------------------------------------------------
-
-
 async def surface() -> dict[str, str]:
     """The server's own description, and every tool's."""
     async with Client(server) as client:

@@ -143,8 +143,6 @@ def difference(earlier: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
     return kept | ({"without": absent} if absent else {})
 
 
-# -- the store -------------------------------------------------------------------------------------
-
 Metric = float | Callable[[int], float]
 TROUBLES: dict[str, dict[str, Metric]] = {
     "environment_errors": {"rollouts/error_share": 0.3},
@@ -256,9 +254,6 @@ def play_evaluation(run_id: str, solved: int, tasks: int = 60) -> None:
     summary = {"n": tasks - 1, "success": solved / (tasks - 1), "reward_mean": 0.5, "error_share": 1 / tasks}
     writer.evaluation(step, {**summary, "tokens_per_s": 400.0}, rows)
     end(writer, run_id, tasks)
-
-
-# -- the calls -------------------------------------------------------------------------------------
 
 
 async def results(folder: Path, names: Names) -> dict[str, str]:

@@ -150,8 +150,7 @@ def judged(name: str, result: CallToolResult) -> str:
     text = getattr(block, "text", "")
     if not result.is_error:
         assert json.loads(text) == result.structured_content
-        assert text == to_text(result.structured_content)
-        assert len(text) <= RESULT_CHARACTERS
+        assert text == to_text(result.structured_content) and len(text) <= RESULT_CHARACTERS
         assert list(json.loads(text))[-1] == "next"
         return "ok"
     code = text.removeprefix("[").partition("]")[0].partition(" ")[0]

@@ -106,9 +106,6 @@ async def run(only: list[str], scratch: Path, *, train: bool) -> list[Checked]:
     return results
 
 
-# -- certificates, without a model -----------------------------------------------------------------
-
-
 def certify_one(hub: Hub, name: str, scratch: Path) -> tuple[object, ...]:
     """The row of one environment. Its packages are installed first."""
     folder, page = hub.folder(name, scratch), scratch / "certificate.html"

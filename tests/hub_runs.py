@@ -70,14 +70,10 @@ class Learned:
     def row(self) -> tuple[object, ...]:
         lesson = self.lesson
         return (
-            lesson.hub,
-            lesson.title,
-            f"{lesson.steps} GRPO" if lesson.steps else "-",
-            self.scores[0]["n"],
+            lesson.hub, lesson.title, f"{lesson.steps} GRPO" if lesson.steps else "-", self.scores[0]["n"],
             ", then ".join(map(_success, self.scores)),
-            ", then ".join(f"{scores['reward']:.3f}" for scores in self.scores),
-            f"{self.minutes:.0f}",
-        )
+            ", then ".join(f"{scores['reward']:.3f}" for scores in self.scores), f"{self.minutes:.0f}",
+        )  # fmt: skip
 
 
 def _success(scores: Mapping[str, Any]) -> str:

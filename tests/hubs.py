@@ -144,9 +144,6 @@ def is_installed(folder: Path) -> bool:
     return (HOME / "interpreters" / digest / "ready").is_file()
 
 
-# -- one environment -------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Episode:
     """All that an environment said."""
@@ -215,9 +212,6 @@ async def _compare(host: EnvironmentHost, tried: Tried) -> None:
         if episode != alone[index - index % 2]:
             tried.unequal = f"episode {index} is not like the other one of its task"
             return
-
-
-# -- all of them -----------------------------------------------------------------------------------
 
 
 async def try_hub(hub: Hub, scratch: Path) -> None:

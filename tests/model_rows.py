@@ -20,21 +20,13 @@ COMMON = {
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LINEAR = {
-    "num_hidden_layers": 4,
-    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-}
+    "num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"], "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+}  # fmt: skip
 MULTIMODAL_ROPE = {
-    "rope_type": "default",
-    "rope_theta": 10_000.0,
-    "mrope_section": [2, 1, 1],
-    "mrope_interleaved": True,
+    "rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True,
     "partial_rotary_factor": 0.25,
-}
+}  # fmt: skip
 QWEN_TOWER = {
     "depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64,
     "patch_size": 4, "num_position_embeddings": 16, "deepstack_visual_indexes": [],

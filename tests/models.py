@@ -292,9 +292,7 @@ def _last_words(log: Path) -> str:
     return json.loads(said)["what"] if said.startswith("{") else said
 
 
-def _check_greedy(
-    policy: Any, tokenizer: Any, conversations: Sequence[Sequence[dict[str, str]]], least: float = 0.0
-) -> str:
+def _check_greedy(policy: Any, tokenizer: Any, conversations: Sequence[Sequence[dict[str, str]]], least: float = 0.0):
     """ValueError unless each answer is what the trainer's model holds for the likeliest, up to
     rounding, and what its base model does not."""
     import torch  # noqa: PLC0415
@@ -379,9 +377,6 @@ def _reason(error: Exception) -> str:
             return meaning
     text = re.sub(r"/[\w./-]+/", "", " ".join(text.split()))
     return text.replace("|", "/")[:140]
-
-
-# -- the page --------------------------------------------------------------------------------------
 
 
 def run_row(name: str, scratch: Path, only: Sequence[str] = STEPS) -> Row:

@@ -97,20 +97,12 @@ def attempt_at(task: int, index: int, attempt: int, spec: dict[str, Any], plan: 
     failed = task in plan.get("failing", ())
     said = plan.get("say", "It is") + f" {task if success else 'unknown'}"
     return {
-        "index": index,
-        "task_id": f"{spec['split']}-{task}",
-        "split": spec["split"],
-        "attempt": attempt,
+        "index": index, "task_id": f"{spec['split']}-{task}", "split": spec["split"], "attempt": attempt,
         "messages": [{"role": "user", "content": f"say {task}"}, {"role": "assistant", "content": said}],
-        "reward": float(success and not failed),
-        "success": success and not failed,
-        "error": {"code": "environment_error", "what": "the scorer raised"} if failed else None,
-        "metrics": {},
-        "turns": 1,
-        "completion_tokens": 20,
-        "truncated": task in plan.get("endless", ()),
-        "finish": "done",
-    }
+        "reward": float(success and not failed), "success": success and not failed,
+        "error": {"code": "environment_error", "what": "the scorer raised"} if failed else None, "metrics": {},
+        "turns": 1, "completion_tokens": 20, "truncated": task in plan.get("endless", ()), "finish": "done",
+    }  # fmt: skip
 
 
 def misbehave(deed: str, folder: RunFolder, writer: RunWriter, step: int) -> None:

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
@@ -153,13 +153,7 @@ class Cluster:
                     os.kill(int(stepd.name), signal.SIGKILL)
 
 
-def daemon(
-    command: Sequence[str],
-    variables: Mapping[str, str],
-    hidden: Sequence[Path],
-    log: Path,
-    bound: Mapping[Path, Path] | None = None,
-) -> subprocess.Popen[bytes]:
+def daemon(command, variables, hidden, log, bound=None) -> subprocess.Popen[bytes]:
     """Start a program in a session of its own. It finds the folders `hidden` empty, and other files in place of
     those that are `bound`."""
     mounts = "".join(f"mount -t tmpfs none {shlex.quote(str(p))} && " for p in hidden)

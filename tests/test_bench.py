@@ -71,13 +71,11 @@ def test_a_whole_run_is_measured_on_our_step_and_on_trls(tiny_model: Path, tmp_p
     (ours,), (theirs,) = result["attempts"]["ours"], result["attempts"]["plain trl"]
     # The tiny model never earns a reward: our step skips groups without advantage, TRL's trains
     # them all the same.
-    assert ours["reward"] == theirs["reward"] == [0.0, 0.0]
-    assert theirs["train_s"] > 3 * ours["train_s"]
+    assert ours["reward"] == theirs["reward"] == [0.0, 0.0] and theirs["train_s"] > 3 * ours["train_s"]
     for attempt in (ours, theirs):
         parts = attempt["rollout_s"] + attempt["sync_s"] + attempt["train_s"]
         assert parts == pytest.approx(attempt["step_s"]) and attempt["start_s"] > attempt["step_s"]
-    assert result["over_trl"] == theirs["step_s"] / ours["step_s"]
-    assert "plain trl over ours" in table
+    assert result["over_trl"] == theirs["step_s"] / ours["step_s"] and "plain trl over ours" in table
 
 
 @pytest.mark.long
@@ -134,8 +132,7 @@ def test_owners_get_equal_shares_of_three_targets_and_one_who_brings_little_wait
     """`python -m bench.fairness`; without FLASH_SLOW its small form."""
     runs = 10_000 if os.environ.get("FLASH_SLOW") else 400
     found = fairness.simulate(tmp_path, runs, runs // 10)
-    assert found.ended == runs + len(found.waits_s)
-    assert max(found.looks_cpu_s) < 1
+    assert found.ended == runs + len(found.waits_s) and max(found.looks_cpu_s) < 1
     used = [found.used[owner] for owner in fairness.OWNERS]
     assert min(used) > 0.7 * max(used), found.used
     assert found.waits_s and max(found.waits_s) <= 1.5 * fairness.RUN_S[1]

@@ -52,16 +52,14 @@ def ci(
 
 def test_ci_names_what_passed_only_at_the_second_try(tmp_path: Path) -> None:
     status, output = ci(tmp_path, failures=1, touched=BOTH)
-    assert status == 0
-    assert output.endswith("\nPASSED ONLY AT THE SECOND TRY\na.py::shaky\n")
+    assert status == 0 and output.endswith("\nPASSED ONLY AT THE SECOND TRY\na.py::shaky\n")
     assert "ENGINES --quick\nLONG tests/a.py tests/b.py --long --until=" in output
 
 
 @pytest.mark.parametrize(("failures", "expected"), [(0, 0), (2, 1)])
 def test_ci_passes_or_fails_without_that_block(tmp_path: Path, failures: int, expected: int) -> None:
     status, output = ci(tmp_path, failures)
-    assert status == expected
-    assert "PASSED ONLY AT THE SECOND TRY" not in output
+    assert status == expected and "PASSED ONLY AT THE SECOND TRY" not in output
     assert ("\nLONG tests/a.py --long" in output) == (expected == 0)
     assert "ENGINES" not in output  # nothing calls for them
 
@@ -74,15 +72,13 @@ def test_ci_runs_what_is_called_for_in_what_is_left_of_its_time(tmp_path: Path) 
     assert ci(tmp_path / "fails", engines="exit 2", touched=BOTH)[0] == 2
     assert ci(tmp_path / "untyped", lint="exit 1") == (1, "")
     status, output = ci(tmp_path / "hangs", engines="exit 124", touched=BOTH)
-    assert status == 0
-    assert "\nLONG" in output
+    assert status == 0 and "\nLONG" in output
     assert output.endswith("NOT FINISHED within the time: scripts/test-engines --quick\n")
     again = f'(case "$*" in *--last-failed*) exit 124;; *) {TESTS.format(failures=9)};; esac); exit $?'
     assert ci(tmp_path / "hangs when tried again", long=again)[0] == 1
     cut = """mkdir -p .pytest_cache/v/flash; printf '[\\n  "tests/a.py::b"\\n]' >.pytest_cache/v/flash/not_run"""
     status, output = ci(tmp_path / "cut", long=cut)
-    assert status == 0
-    assert output.endswith("NOT RUN, for no time was left: tests/a.py::b\n")
+    assert status == 0 and output.endswith("NOT RUN, for no time was left: tests/a.py::b\n")
 
 
 @pytest.mark.slow
@@ -167,8 +163,7 @@ def test_all_is_run_where_no_landing_is_known(tmp_path: Path) -> None:
 def test_every_file_of_long_tests_is_called_for() -> None:
     files = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
     long = {path for path, text in files.items() if "mark.long" in text or "grids import" in text}
-    assert long - FILES == {"tests/test_ci.py"}
-    assert long >= FILES
+    assert long - FILES == {"tests/test_ci.py"} and long >= FILES
     assert all((ROOT / folder).exists() for folder in CALLS_FOR)
     extensions = [path for package in ("flash_mcp", "worker") for path in (ROOT / package / "extensions").glob("[!_]*")]
     assert {str(path.relative_to(ROOT)) for path in extensions} <= {folder.strip("/") for folder in CALLS_FOR}

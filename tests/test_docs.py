@@ -68,12 +68,9 @@ def known_names() -> set[str]:
         for parameter in tool.signature.parameters.values():
             names |= literals(parameter.annotation)
     kinds = (
-        environments.EnvironmentAgent,
-        environments.EnvironmentCommand,
-        environments.EnvironmentToolUse,
-        environments.EnvironmentSingleTurn,
-        environments.JudgeRubric,
-    )
+        environments.EnvironmentAgent, environments.EnvironmentCommand, environments.EnvironmentToolUse,
+        environments.EnvironmentSingleTurn, environments.JudgeRubric,
+    )  # fmt: skip
     for kind in kinds:
         names |= set(dir(kind))
     names |= set(inspect.signature(GymEnvironment).parameters)
@@ -98,8 +95,7 @@ def test_the_instructions_name_only_tools_that_exist():
     order = re.search(r"Order of work: (.*?)\n(?:train returns)", INSTRUCTIONS, re.DOTALL)
     assert order is not None
     mentioned = set(re.findall(r"\b(?:env_\w+|catalog|train|status|rollouts|deploy|chat)\b", order[1]))
-    assert mentioned <= set(TOOLS)
-    assert len(mentioned) >= 8
+    assert mentioned <= set(TOOLS) and len(mentioned) >= 8
 
 
 @pytest.mark.parametrize(
@@ -286,9 +282,7 @@ def mentions(program: str) -> list[tuple[str, list[str]]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_commands_of_its_blocks_run(
-    page: Path, tmp_path: Path, flash_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commands_of_its_blocks_run(page: Path, tmp_path: Path, flash_home: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", str(flash_home))
     monkeypatch.chdir(tmp_path)  # they write files
     Path("environments").symlink_to(ROOT / "environments")

@@ -66,8 +66,7 @@ def test_another_packages_engine_runs_a_job_that_its_tool_lists_and_its_command_
     (job,) = (note.name for note in notes.iterdir())
     assert json.loads(typed("lab-jobs", str(notes), "--json"))["jobs"] == [job]
     assert json.loads(typed("lab-forget", str(notes), "--json")) == {"removed": [job]}
-    assert not list(notes.iterdir())
-    assert "gguf-q8_0, shapes" in typed("export", "--help")
+    assert not list(notes.iterdir()) and "gguf-q8_0, shapes" in typed("export", "--help")
 
 
 async def test_its_address_asks_for_a_token_as_ours_do(lab: Any, flash_home: Path, monkeypatch) -> None:

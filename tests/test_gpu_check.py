@@ -85,8 +85,7 @@ def test_a_folder_of_an_earlier_time_gets_what_it_lacks(tmp_path: Path, monkeypa
     Results(tmp_path, "peers").add(stage="ended after its limit of 120 s", **{"4B_mfu": 0.3, "4B_mfu_bound": 0.5})
     monkeypatch.setattr(gpu.sys, "executable", program(tmp_path))
     monkeypatch.setattr(gpu.sys, "argv", ["gpu-check", "--out", str(tmp_path)])
-    assert gpu.main() == 0
-    assert [log.name for log in tmp_path.glob("*.log")] == ["peers.log"]
+    assert gpu.main() == 0 and [log.name for log in tmp_path.glob("*.log")] == ["peers.log"]
     report = (tmp_path / "report.md").read_text()
     assert "| prime-rl, Qwen3-4B, 16,384 tokens, MFU | 0.217 | 0.3 | 0.5 |" in report
 
@@ -123,8 +122,7 @@ def test_what_holds_for_the_cpus_engine_only_is_skipped_beside_the_gpus(package:
     items: Any = [marked, other]
     monkeypatch.setattr(request.config.option, "fast", False)
     conftest.pytest_collection_modifyitems(request.config, items)
-    assert ("skip" in marked.markers) == (package == "vllm")
-    assert "skip" not in other.markers
+    assert ("skip" in marked.markers) == (package == "vllm") and "skip" not in other.markers
 
 
 def pins(name: str) -> dict[str, str]:

@@ -56,9 +56,7 @@ def test_the_doctor_says_in_one_line_what_is_missing(variables: dict[str, str]) 
     assert "--ssh" in done.stdout
 
 
-async def test_it_serves_and_refuses_foreign_code_until_the_operator_trusts_it(
-    variables: dict[str, str], tmp_path: Path, flash_home: Path
-) -> None:
+async def test_it_serves_and_refuses_foreign_code_until_the_operator_trusts_it(variables, tmp_path, flash_home) -> None:
     folder = str(environment_folder(tmp_path / "folder", "", returns="Echo()"))
     server = StdioServerParameters(command=sys.executable, args=["-m", "flash_mcp.cli", "serve"], env=variables)
     async with Client(server) as client:

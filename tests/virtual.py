@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from environments.process.host import Ended, EnvironmentFault, Opening, Score, Step
 from tests.tiny import make_tokenizer
-from worker.rollouts.scheduler import Generator, PlayedRollout, RolloutTask, TalkLimits, collect
+from worker.rollouts.scheduler import Generator, PlayedRollout, collect
 from worker.rollouts.transcript import ChatTemplate
 from worker.rollouts.turns import Completion, Sampling
 
@@ -93,9 +93,7 @@ class FakeEngine:
         return self.step()
 
 
-async def rolled(
-    tasks: list[RolloutTask], host: Any, engine: Any, limits: TalkLimits, template: Any = None, **options: Any
-) -> list[PlayedRollout]:
+async def rolled(tasks, host, engine, limits, template=None, **options) -> list[PlayedRollout]:
     """What the scheduler collects with an engine that has `run_step`."""
     generator = Generator(engine, run_step=engine.run_step)
     try:

@@ -10,13 +10,7 @@ WAIT_S = 500.0
 has cores must not reach it."""
 
 
-def wait_for(
-    condition: Callable[[], Any],
-    timeout_s: float = WAIT_S,
-    *,
-    tick: Callable[[], object] = lambda: None,
-    evidence: Callable[[], object] = lambda: "",
-) -> Any:
+def wait_for(condition, timeout_s=WAIT_S, *, tick=lambda: None, evidence=lambda: "") -> Any:
     """The condition's value, once it is true, with a `tick` after each look. A failure shows the `evidence`."""
     began = time.monotonic()
     while not (value := condition()):

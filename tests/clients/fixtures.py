@@ -59,9 +59,6 @@ PNG = base64.b64encode(
 WAV = base64.b64encode(b"RIFF&\0\0\0WAVEfmt \x10\0\0\0\1\0\1\0@\x1f\0\0\x80>\0\0\2\0\x10\0data\2\0\0\0\0\0").decode()
 
 
-# -- plain tools -----------------------------------------------------------------------------------
-
-
 def text(words: str) -> TextContent:
     return TextContent(type="text", text=words)
 
@@ -134,9 +131,6 @@ async def test_trigger_prompt_change(ctx: Context[Any, Any]) -> str:
     return "told"
 
 
-# -- what a handshake session asks its client ------------------------------------------------------
-
-
 async def test_sampling(prompt: str, ctx: Context[Any, Any]) -> str:
     """Have the client's model answer."""
     answer = await ctx.session.create_message(
@@ -192,9 +186,6 @@ async def test_elicitation_sep1330_enums(ctx: Context[Any, Any]) -> str:
     """Ask with every kind of choice."""
     answer = await ctx.session.elicit_form("Please choose", ENUMS, ctx.request_id)
     return f"Elicitation completed: action={answer.action}, content={answer.content}"
-
-
-# -- what a stateless request asks its client ------------------------------------------------------
 
 
 def ask(message: str, field: str, kind: str = "string") -> ElicitRequest:
@@ -294,9 +285,6 @@ def test_missing_capability(ctx: Context[Any, Any]) -> str:
     return "able"
 
 
-# -- what goes on after its call -------------------------------------------------------------------
-
-
 def greet(name: str) -> str:
     """Greet somebody, at once."""
     return f"Hello, {name}!"
@@ -360,9 +348,6 @@ class Fixtures(Extension):
     def tools(self) -> Sequence[ToolBinding]:
         plain = [ToolBinding(function, kwargs={"structured_output": False}) for function in [*TOOLS, greet]]
         return [*plain, ToolBinding(slow_compute), ToolBinding(failing_job)]
-
-
-# -- prompts, resources and the handlers that only old clients ask for -----------------------------
 
 
 def add_prompts(server: FlashServer) -> None:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -34,13 +34,7 @@ def node_path() -> dict[str, str]:
     return {"PATH": f"{PROGRAMS}:{os.environ['PATH']}"}
 
 
-def run(
-    command: Sequence[str | Path],
-    *,
-    timeout_s: float = 120,
-    environment: Mapping[str, str] | None = None,
-    cwd: Path = ROOT,
-) -> subprocess.CompletedProcess[str]:
+def run(command, *, timeout_s=120, environment=None, cwd=ROOT) -> subprocess.CompletedProcess[str]:
     """A client's command with its output, and nothing to read; its processes end with it."""
     environment = {**os.environ, **node_path()} if environment is None else environment
     with subprocess.Popen(

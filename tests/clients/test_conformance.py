@@ -85,9 +85,6 @@ def test_the_tasks_extension_conforms(scenario: str, mounted: str, tmp_path: Pat
     assert {check["id"] for check in found if check["status"] in ("FAILURE", "WARNING")} == EXTENSION[scenario]
 
 
-# -- the inspector ---------------------------------------------------------------------------------
-
-
 @needs(INSPECTOR)
 @pytest.mark.parametrize("era", ["modern", "legacy"])
 def test_the_strictest_check_of_schemas_finds_nothing(era: str):
@@ -115,18 +112,12 @@ def printed(ended: subprocess.CompletedProcess[str]) -> Any:
     return json.JSONDecoder().raw_decode(ended.stdout[start.start() :])[0]
 
 
-# -- other clients' forms of a tool -----------------------------------------------------------------
-
-
 @needs(CONVERTERS)
 async def test_every_family_of_clients_can_convert_every_tool(tmp_path: Path):
     tools = [tool.model_dump(mode="json", by_alias=True, exclude_none=True) for tool in await server.list_tools()]
     listed = tmp_path / "tools.json"
     listed.write_text(json.dumps(tools))
     assert run([CONVERTERS, HERE / "converters.py", listed]).stdout == f"{len(TOOLS)} tools, 3 converters\n"
-
-
-# -- the scanner -----------------------------------------------------------------------------------
 
 
 @needs(SCANNER)

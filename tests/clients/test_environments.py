@@ -64,12 +64,9 @@ SCRIPTS = {
     "opencode": f"cat >opencode.json <<END\n{json.dumps(OPENCODE)}\nEND\nexec {PROGRAMS / 'opencode'} run '{QUESTION}'",
 }
 VARIABLES = {
-    "DISABLE_AUTOUPDATER": "1",
-    "DISABLE_TELEMETRY": "1",
-    "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-    "IS_SANDBOX": "1",
-    "ANTHROPIC_SMALL_FAST_MODEL": "policy",
-}
+    "DISABLE_AUTOUPDATER": "1", "DISABLE_TELEMETRY": "1", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    "IS_SANDBOX": "1", "ANTHROPIC_SMALL_FAST_MODEL": "policy",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [pytest.param(each, marks=needs(PROGRAMS / each)) for each in SCRIPTS])

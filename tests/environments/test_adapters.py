@@ -47,9 +47,6 @@ def written(folder: Path, **files: str) -> Path:
     return folder
 
 
-# -- the freesolo SDK ------------------------------------------------------------------------------
-
-
 async def test_a_single_turn_folder_of_the_sdk_runs_unchanged() -> None:
     folder = FOLDERS / "freesolo_single"
     assert requirements.of_folder(folder) == ["freesolo>=0.4,<0.5"]
@@ -60,8 +57,7 @@ async def test_a_single_turn_folder_of_the_sdk_runs_unchanged() -> None:
             {"role": "system", "content": "Answer with one word."},
             {"role": "user", "content": "Capital of Peru?"},
         ]
-        assert opening.max_turns == 1
-        assert (await host.step(opening.episode, " Lima ")).done
+        assert opening.max_turns == 1 and (await host.step(opening.episode, " Lima ")).done
         right = await host.score(opening.episode)
         assert (right.reward, right.success, right.metrics) == (1.0, True, {"right": 1.0})
     report = await gate.check(folder)
@@ -175,8 +171,6 @@ async def test_a_score_episodes_of_the_sdk_gets_the_group(tmp_path: Path) -> Non
         assert (await host.score(alone.episode)).reward == 0.0
 
 
-# -- reasoning-gym ---------------------------------------------------------------------------------
-
 CHAIN_SUM = "reasoning-gym:chain_sum"
 MODEL = "smollm2-135m-instruct"
 
@@ -197,8 +191,7 @@ async def test_a_dataset_by_name_passes_the_gate_and_can_be_trained_on(flash_hom
         tested = await call(client, "env_test", environment=CHAIN_SUM, environment_args=sizes)
         assert [(probe["name"], probe["evidence"]) for probe in tested["probes"] if probe.get("result")] == []
         assert (tested["environment"], tested["train_tasks"], tested["eval_tasks"]) == (CHAIN_SUM, 40, 20)
-        assert CHAIN_SUM in tested["next"]
-        assert open_store().environments() == []
+        assert CHAIN_SUM in tested["next"] and open_store().environments() == []
         fields = {"environment": CHAIN_SUM, "environment_args": sizes, "steps": 1, "validate_only": True}
         planned = await call(client, "train", **fields)
         again = await call(client, "train", **fields)
@@ -285,17 +278,13 @@ async def test_scorers_that_raise_or_pay_for_anything_and_seeds_that_differ_are_
         return json.loads((await process.communicate())[0])
 
     one, other = await asyncio.gather(run_alone(raises, pays_all, pays_a_floor, differs), run_alone(differs))
-    assert one[differs] == other[differs]
-    assert one.pop("datasets") == sorted(references.DATASETS)
+    assert one[differs] == other[differs] and one.pop("datasets") == sorted(references.DATASETS)
     few_train, few_held_out = one.pop("few")
     assert 30 < few_held_out <= few_train < 100, "of fewer than 100 questions, each gets half"
     for name, seen in one.items():
         assert (seen["junk_successes"], seen["gold_successes"]) == (0, 10), name
         assert seen["nothing"] == 0.0 <= seen["junk"] <= 0.1 < 0.99 < seen["gold"], name
         assert (seen["distinct"], seen["eval_stays"], seen["train_grows"]) == (10, True, True), name
-
-
-# -- objects with reset and step -------------------------------------------------------------------
 
 
 class Counting:

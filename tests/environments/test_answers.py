@@ -9,14 +9,10 @@ from environments.checks.answers import Commonest, as_code, as_equal, commonest,
 @pytest.mark.parametrize(
     ("turn", "answer"),
     [
-        ("Yes", "yes"),
-        ("I think so.\n\n**Yes.**\n", "yes"),
-        ("<think>No</think> so <answer> 42 </answer>", "42"),
-        ("so it is \\boxed{7}.", "7"),
-        (" \n", ""),
-        ("<" * 50_000, "<" * 2000),
+        ("Yes", "yes"), ("I think so.\n\n**Yes.**\n", "yes"), ("<think>No</think> so <answer> 42 </answer>", "42"),
+        ("so it is \\boxed{7}.", "7"), (" \n", ""), ("<" * 50_000, "<" * 2000),
     ],
-)
+)  # fmt: skip
 def test_a_final_answer_is_in_the_last_tags_or_the_last_line(turn: str, answer: str) -> None:
     assert final_answer(turn) == answer
 

@@ -54,8 +54,7 @@ def test_rows_keep_their_ids_and_get_stable_ones(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(rows, encoding="utf-8")
     first, second = load_dataset(tmp_path / "rows.jsonl")
     assert (first.id, first.input, first.output, first.metadata) == ("7", "a", "A", {"k": 1})
-    assert (first.group, second.group) == ("3", None)
-    assert second.input == "line\u2028break"
+    assert (first.group, second.group) == ("3", None) and second.input == "line\u2028break"
     (tmp_path / "rows.jsonl").write_text(rows, encoding="utf-8-sig")
     assert load_dataset(tmp_path / "rows.jsonl") == [first, second]
     assert second.id == load_dataset(tmp_path / "rows.jsonl")[1].id

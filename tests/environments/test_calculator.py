@@ -18,8 +18,7 @@ EXAMPLES = Path(environments.__file__).parent / "examples"
 
 def load(example: str, module: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"{example}_{module}", EXAMPLES / example / f"{module}.py")
-    assert spec is not None
-    assert spec.loader is not None
+    assert spec is not None and spec.loader is not None
     loaded = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loaded)
     return loaded
@@ -54,14 +53,9 @@ def test_asking_the_calculator_and_answering_earns_everything() -> None:
 
 def test_each_part_of_the_way_pays_more_than_the_one_before() -> None:
     ways = [
-        ("I do not know.",),
-        ("<calc>twelve</calc>", "no"),
-        ("<calc>1 + 1</calc>", "no"),
-        ("<calc>1 + 1</calc>", "<answer>2</answer>"),
-        (ASK, "no"),
-        (ASK, "<answer>1</answer>"),
-        (ASK, ANSWER),
-    ]
+        ("I do not know.",), ("<calc>twelve</calc>", "no"), ("<calc>1 + 1</calc>", "no"),
+        ("<calc>1 + 1</calc>", "<answer>2</answer>"), (ASK, "no"), (ASK, "<answer>1</answer>"), (ASK, ANSWER),
+    ]  # fmt: skip
     rewards = [play(*way)[1] for way in ways]
     assert [reward.score for reward in rewards] == [0.0, 0.1, 0.3, 0.35, 0.6, 0.65, 1.0]
     assert [reward.success for reward in rewards] == [False] * 6 + [True]
@@ -69,21 +63,18 @@ def test_each_part_of_the_way_pays_more_than_the_one_before() -> None:
 
 def test_an_answer_without_the_calculator_is_no_success() -> None:
     _, reward = play(ANSWER)
-    assert (reward.score, reward.success) == (0.35, False)
-    assert play("<answer>1</answer>")[1].score == 0.0
+    assert (reward.score, reward.success) == (0.35, False) and play("<answer>1</answer>")[1].score == 0.0
 
 
 def test_an_answer_written_along_with_the_calculation_does_not_count() -> None:
     replies, reward = play(f"{ASK} {ANSWER}", "no")
-    assert replies
-    assert (reward.score, reward.success) == (0.6, False)
+    assert replies and (reward.score, reward.success) == (0.6, False)
     assert play(f"{ANSWER} {ASK}")[0] == []
 
 
 def test_a_failed_calculation_may_be_corrected() -> None:
     replies, reward = play("<calc>1 / 0</calc>", ASK, ANSWER)
-    assert replies[0] == "The calculator cannot do that: it divides by zero."
-    assert reward.success
+    assert replies[0] == "The calculator cannot do that: it divides by zero." and reward.success
 
 
 @pytest.mark.parametrize("text", ["<answer>1,0</answer>", "<answer> -0.50 </answer>", "<answer>,</answer>", "<answer>"])
@@ -94,16 +85,10 @@ def test_answers_of_any_form_are_read_without_raising(text: str) -> None:
 @pytest.mark.parametrize(
     ("expression", "value"),
     [
-        ("12 * 7", 84),
-        ("2+3*4", 14),
-        ("(2 + 3) * 4", 20),
-        ("10 - 4 - 3", 3),
-        ("-(2 - 5)", 3),
-        ("7 / 2", Fraction(7, 2)),
-        ("0.1 + 0.2", Fraction(3, 10)),
-        ("2 - -3", 5),
+        ("12 * 7", 84), ("2+3*4", 14), ("(2 + 3) * 4", 20), ("10 - 4 - 3", 3), ("-(2 - 5)", 3),
+        ("7 / 2", Fraction(7, 2)), ("0.1 + 0.2", Fraction(3, 10)), ("2 - -3", 5),
     ],
-)
+)  # fmt: skip
 def test_arithmetic_is_exact(expression: str, value: Fraction) -> None:
     assert calculator.calculate(expression) == value
 
@@ -126,14 +111,12 @@ def test_arithmetic_gives_a_number_or_refuses_whatever_it_is_asked(expression: s
         value = calculator.calculate(expression)
     except ValueError:
         return
-    assert isinstance(value, Fraction)
-    assert calculator.number_text(value)
+    assert isinstance(value, Fraction) and calculator.number_text(value)
 
 
 @given(st.text(max_size=60), st.text(max_size=60))
 def test_no_text_makes_the_scorers_raise_or_succeed(first: str, second: str) -> None:
-    assert not play(first, second)[1].success
-    assert not SORT.score_response(SORT.dataset[0], first).success
+    assert not play(first, second)[1].success and not SORT.score_response(SORT.dataset[0], first).success
 
 
 def test_sorting_pays_for_words_in_their_place() -> None:

@@ -30,10 +30,8 @@ class Sample(Addition):
 async def test_the_commonest_answer_is_found_with_its_share(tmp_path: Path) -> None:
     async with await EnvironmentHost.start(environment_folder(tmp_path, BALANCED)) as host:
         constant = await best_constant(host, "eval", range(60))
-    assert constant is not None
-    assert constant.answer == "yes"
-    assert len(constant.successes) == 60
-    assert 0.6 < constant.success_share < 0.75
+    assert constant is not None and constant.answer == "yes"
+    assert len(constant.successes) == 60 and 0.6 < constant.success_share < 0.75
 
 
 @pytest.mark.slow

@@ -38,8 +38,7 @@ async def test_the_examples_pass_every_check(name: str) -> None:
     if name in ("tool_calculator", "agent_calculator"):
         expected.insert(PROBES.index("isolation"), "tool_calls")
     assert [(probe.name, probe.passed) for probe in report.probes] == [(name, True) for name in expected]
-    assert report.passed
-    assert report.splits == {"train": 500, "eval": 200}
+    assert report.passed and report.splits == {"train": 500, "eval": 200}
 
 
 async def test_the_example_with_an_mcp_server_passes() -> None:
@@ -116,8 +115,7 @@ async def test_what_is_wrong_with_the_answers_to_tool_calls_is_found(tmp_path: P
     source = DOUBLING + textwrap.indent(textwrap.dedent(body), " " * 8)
     report = await check(environment_folder(tmp_path, source, returns="Faulty()"))
     probe = failures(report)["tool_calls"]
-    assert evidence in probe.evidence
-    assert fix in probe.fix
+    assert evidence in probe.evidence and fix in probe.fix
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -471,8 +469,7 @@ async def test_without_time_for_a_prompt_every_check_is_unfinished(tmp_path: Pat
     """
     folder = environment_folder(tmp_path, source)
     report = await gate.check(folder, deadline_s=16, timeout_s=50)  # loading it may take 8 s
-    assert report.verdict == "unfinished"
-    assert set(gate.PROBES) < set(report.unfinished)
+    assert report.verdict == "unfinished" and set(gate.PROBES) < set(report.unfinished)
 
 
 async def test_a_load_that_takes_the_time_for_all_checks_is_unfinished(tmp_path: Path) -> None:

@@ -91,8 +91,7 @@ def test_every_fifth_row_is_held_out_if_there_is_one_split(given: str) -> None:
     rows = [{"question": f"{n} + 1"} for n in range(10)]
     splits = {"rows": [], "held_out": [], given: rows}
     train, evaluation = tasks_of(splits["rows"], splits["held_out"], question)
-    assert [task.input for task in evaluation] == ["4 + 1", "9 + 1"]
-    assert len(train) == 8
+    assert [task.input for task in evaluation] == ["4 + 1", "9 + 1"] and len(train) == 8
 
 
 def test_tasks_that_open_alike_have_questions_of_their_own() -> None:
@@ -131,8 +130,6 @@ async def test_a_download_while_it_loads_is_refused_as_that(tmp_path: Path) -> N
         text = await refusal(client, "env_push", name="sums", folder=str(tmp_path))
     assert text.startswith("[environment_network") and "network = true" in text
 
-
-# -- classes for TRL -------------------------------------------------------------------------------
 
 GAME = """
 from environments.adapters import trl
@@ -202,8 +199,7 @@ async def test_a_class_for_trl_is_played_by_its_methods_and_rewards(game: Path) 
             assert step.messages[0]["content"] == answer
         assert (await host.step(opening.episode, "It was 3.")).done
         won = await host.score(opening.episode)
-        assert (won.reward, won.success) == (1.0, True)
-        assert won.metrics == {"brief": 0.0, "Game": 1.0}
+        assert (won.reward, won.success) == (1.0, True) and won.metrics == {"brief": 0.0, "Game": 1.0}
         assert (await host.step(other.episode, "I give up.")).done
         lost = await host.score(other.episode)
         assert (lost.reward, lost.success) == (0.5, False), "each episode has its own object"
@@ -222,9 +218,6 @@ async def test_a_class_that_cannot_be_played_is_refused(game: Path, factory: str
     with pytest.raises(EnvironmentFault, match=why) as caught:
         await EnvironmentHost.start(game, args={"factory": factory})
     assert caught.value.code == "environment_unsupported"
-
-
-# -- the packages ----------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -25,12 +25,7 @@ pytestmark = pytest.mark.slow
 
 
 @contextmanager
-def endpoint(
-    reply: Callable[[list[str]], str],
-    asked: list[Any] | None = None,
-    status: int | Callable[[list[str]], int] = 200,
-    after: str = "0",
-) -> Generator[str]:
+def endpoint(reply, asked=None, status=200, after="0") -> Generator[str]:
     """An endpoint that replies to the answers that it is shown; its base URL. `after` is the Retry-After."""
 
     class Judge(BaseHTTPRequestHandler):
@@ -71,8 +66,7 @@ def test_answers_are_scored_by_their_rank_and_each_group_is_judged_once(monkeypa
         judge = JudgeRubric(url, "m", "Prefer long answers.", secret="JUDGE_KEY")
         assert judge.rank("?", ["bb", "a", "ccc", "a"]) == [0.5, 0.0, 1.0, 0.0]
         assert judge.rank("?", ["a", "ccc", "bb"]) == [0.0, 1.0, 0.5]
-        assert judge.rank("?", ["a", "a"]) == [0.5, 0.5]
-        assert len(asked) == 2
+        assert judge.rank("?", ["a", "a"]) == [0.5, 0.5] and len(asked) == 2
         judge.rank("another", ["a", "bb"])
         assert len(asked) == 4
     path, key, body = asked[0]
@@ -98,8 +92,7 @@ def test_a_rubric_weighs_functions_and_shows_its_judge_only_what_passes_all_of_t
     asked: list[Any] = []
     with endpoint(longest_first, asked) as url:
         judged = Rubric([has_vowel, is_short], [3, 1], JudgeRubric(url, "m", ""))
-        assert judged.score(task, "a").score == 0.75
-        assert not asked
+        assert judged.score(task, "a").score == 0.75 and not asked
         results = judged.rank(task, ["bcdf", "a", "aa", "aaaaaaaa"])
     assert [(result.score, result.success) for result in results] == [
         (0.125, False), (0.5, True), (1.0, True), (0.4375, False)
@@ -168,8 +161,7 @@ def test_a_judge_that_refuses_for_now_is_asked_twice_more(code: int, after: str)
     with endpoint(longest_first, asked, status, after) as url:
         judge = JudgeRubric(url, "m", "")
         for requests in (3 + 3, 3 + 3 + 2, 3 + 3 + 2):
-            assert judge.rank("?", ["a", "bb", "ccc"]) == [0.0, 0.5, 1.0]
-            assert len(asked) == requests
+            assert judge.rank("?", ["a", "bb", "ccc"]) == [0.0, 0.5, 1.0] and len(asked) == requests
 
 
 def test_a_judge_is_not_waited_for_longer_than_it_has_time() -> None:
@@ -217,9 +209,7 @@ def obeying(answers: list[str]) -> str:
         (obeying, False, "an answer that asks to be ranked first came before gold in 6 of 6"),
     ],
 )
-async def test_the_gate_asks_a_judge_again_and_in_the_opposite_order(
-    tmp_path: Path, flash_home: Path, reply: Any, passed: bool, evidence: str
-) -> None:
+async def test_the_gate_asks_a_judge_again_and_in_the_opposite_order(tmp_path, flash_home, reply, passed, evidence):
     allow(flash_home, 'network = ["*"]')
     with endpoint(reply) as url:
         folder = environment_folder(tmp_path, JUDGED.replace("URL", url), returns="Judged()", needs="network = true")

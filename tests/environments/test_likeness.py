@@ -12,8 +12,7 @@ SOUND = [
 
 
 def test_sound_tasks_show_no_sign() -> None:
-    assert [sign(SOUND) for sign in SIGNS] == ["", "", ""]
-    assert paraphrased(SOUND) == []
+    assert [sign(SOUND) for sign in SIGNS] == ["", "", ""] and paraphrased(SOUND) == []
 
 
 def test_an_answer_at_a_fixed_place_is_named_from_the_nearer_end() -> None:

@@ -11,14 +11,10 @@ GERMAN = "Translate the following word into German and answer with one word in t
 @pytest.mark.parametrize(
     "text",
     [
-        PEARS,
-        "  " + PEARS.upper(),
-        PEARS.replace("?", " ?"),
-        PEARS.rstrip("?"),
-        PEARS.replace("buys", "bought"),
+        PEARS, "  " + PEARS.upper(), PEARS.replace("?", " ?"), PEARS.rstrip("?"), PEARS.replace("buys", "bought"),
         "Hello! " + PEARS,
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("system", ["", "Answer with a number.", "You are helpful."])
 def test_a_task_is_known_in_other_words_and_under_another_system_message(text: str, system: str) -> None:
     known = SameTasks([TaskTexts(PEARS, "36", "Answer with a number.")])
@@ -78,8 +74,7 @@ def test_tool_calls_and_results_that_the_model_sees_are_compared() -> None:
 def test_what_is_alike_to_many_is_the_form_of_all() -> None:
     letters = "abcdefghijklmnopqrstuvwxyz"
     tasks = [TaskTexts(f"the same ten words of text in each of these {one}", "yes") for one in letters]
-    assert len(same_tasks(tasks).groups) == 26
-    assert len(same_tasks([*tasks[:5], *tasks[:5]]).groups) == 5
+    assert len(same_tasks(tasks).groups) == 26 and len(same_tasks([*tasks[:5], *tasks[:5]]).groups) == 5
 
 
 def test_tasks_that_differ_in_what_fills_one_place_are_not_the_same() -> None:

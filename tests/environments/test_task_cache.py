@@ -36,12 +36,9 @@ async def test_a_pushed_version_has_the_same_tasks_at_every_load() -> None:
     files = generated_files()
     folder = await push(files)
     tasks = await tasks_of(folder)
-    assert len(tasks) == 8
-    assert await tasks_of(folder) == tasks
-    assert (await env_push("numbers", files=files)).created is False
-    assert await tasks_of(folder) == tasks
-    assert digest_of(folder) == folder.name
-    assert set(folder_files(folder)) == set(files)
+    assert len(tasks) == 8 and await tasks_of(folder) == tasks
+    assert (await env_push("numbers", files=files)).created is False and await tasks_of(folder) == tasks
+    assert digest_of(folder) == folder.name and set(folder_files(folder)) == set(files)
 
 
 @pytest.mark.slow

@@ -110,8 +110,7 @@ async def test_sft_learns_the_prompts_of_rollouts_and_no_others(name: str, tasks
         engine = Learnt(learnt)
         plan = [RolloutTask("train", number, number, number, number) for number in range(tasks)]
         rollouts = await rolled(plan, host, engine, TalkLimits(LENGTH, LENGTH))
-    assert [rollout.reward for rollout in rollouts] == [1.0] * tasks
-    assert engine.asked == contexts(learnt)
+    assert [rollout.reward for rollout in rollouts] == [1.0] * tasks and engine.asked == contexts(learnt)
     assert sum(engine.asked.values()) == tasks * (4 if name == "team" else 2)
     assert [len(task) for task in rows] == [4 if name == "team" else 1] * tasks
 

@@ -90,8 +90,7 @@ def heard(rollout: PlayedRollout) -> bool:
     asked = [each["content"] for each in messages if each["role"] == "user"]
     assert asked == [f"question {number}, {call}" for call in range(CALLS)]
     said = [each["content"] for each in messages if each["role"] == "assistant"]
-    assert json.loads(rollout.reason or "") == said
-    assert rollout.reward == 1 and rollout.turns == CALLS
+    assert json.loads(rollout.reason or "") == said and rollout.reward == 1 and rollout.turns == CALLS
     return True
 
 

@@ -103,8 +103,7 @@ def test_a_run_from_a_worker_that_waited_is_the_same_run(tiny_model: Path, tmp_p
             waiting = cast(Any, launcher)._warm._process.pid
         else:
             assert int(handle.id) == waiting
-    assert told[0] == told[1]
-    assert told[0][1]
+    assert told[0] == told[1] and told[0][1]
 
 
 def test_an_evaluation_within_a_run_has_a_bounded_number_of_open_episodes(tmp_path: Path) -> None:
@@ -127,8 +126,7 @@ def test_an_evaluation_within_a_run_has_a_bounded_number_of_open_episodes(tmp_pa
     session.sync, session.collecting, session.wait = lambda step: 0.0, collecting, asyncio.run
     session.constant_level = lambda *_: {}  # it would ask the environment
     session.evaluate(0)
-    assert bounds == [OPEN_AT_ONCE]
-    assert re.fullmatch(rf"eval {of}/{of}, 0 s left", heartbeat.shown)
+    assert bounds == [OPEN_AT_ONCE] and re.fullmatch(rf"eval {of}/{of}, 0 s left", heartbeat.shown)
     heartbeat.enter("train")
     assert heartbeat.shown == "train"
     assert [row["index"] for row in run.evaluation(0)["rollouts"]] == list(range(of))
@@ -415,9 +413,7 @@ def test_a_warm_start_begins_with_the_other_runs_adapter(whole_run: Any, tiny_mo
         ({"model": "no-such-model"}, "unknown_model", "no-such-model"),
     ],
 )
-def test_a_run_that_cannot_start_ends_with_a_coded_error(
-    tiny_model: Path, tmp_path: Path, fields: dict[str, Any], code: str, evidence: str
-) -> None:
+def test_a_run_that_cannot_start_ends_with_a_coded_error(tiny_model, tmp_path, fields, code, evidence) -> None:
     model = Path(fields.pop("model", tiny_model))
     run = make_run(tmp_path / "run", model, **fields)
     Attempt(run).ended()
@@ -477,8 +473,7 @@ async def test_a_few_tasks_that_cannot_be_opened_do_not_end_a_run_before_it_begi
         assert len(await gold_rows(host, template, "train", 400, **watched)) == 18
         with pytest.raises(FlashError, match=r"2 of 11 train tasks.*number 0: ") as caught:
             await preflight(host, template, 256, 11, **watched)
-        assert caught.value.code == "environment_error"
-        assert "the simulator is busy" in caught.value.wrote
+        assert caught.value.code == "environment_error" and "the simulator is busy" in caught.value.wrote
         with pytest.raises(FlashError, match="1 of 1 train tasks"):
             await preflight(host, template, 256, 1, max_error_share=1.0, advance=lambda: None)
 

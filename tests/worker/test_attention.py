@@ -37,9 +37,7 @@ def segments_of(ends: Tensor) -> list[slice]:
     return [slice(start, end) for start, end in itertools.pairwise(marks)]
 
 
-def mask_of(
-    rows: slice, columns: slice, causal: bool, window_size_left: int | None = None, window_size_right: int = 0
-) -> dict[str, Any]:
+def mask_of(rows: slice, columns: slice, causal: bool, window_size_left: int | None = None, window_size_right: int = 0):
     """The GPU's rule: the last query is that of the last key."""
     queries, keys = rows.stop - rows.start, columns.stop - columns.start
     apart = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
@@ -114,9 +112,7 @@ def dense_mask(prompt: int, completions: list[int], forks: list[Fork], window: i
 
 @pytest.mark.parametrize("window", [None, 1, 24, 64, 100])
 @pytest.mark.parametrize(("prompt", "completions", "forks"), PACKS, ids=str)
-def test_no_way_of_attention_differs_from_a_dense_mask(
-    flash: None, monkeypatch, prompt: int, completions: list[int], forks: list[Fork], window: int | None
-) -> None:
+def test_no_way_of_attention_differs_from_a_dense_mask(flash, monkeypatch, prompt, completions, forks, window) -> None:
     """Blocks of a CPU, those of a GPU, and flash attention."""
     monkeypatch.setattr(attention, "GPU_BLOCK", 128)
     of = prompt, completions, torch.float32, torch.device("cpu")

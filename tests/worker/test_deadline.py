@@ -24,8 +24,7 @@ def plan(*step_s: float, ends: float, most: int = 100, evaluation_s: float | Non
 
 
 def test_as_many_steps_are_made_as_fit_before_the_last_evaluation() -> None:
-    assert plan(2.0, ends=45.0) == 20
-    assert plan(2.0, ends=45.0, most=12) == 12
+    assert plan(2.0, ends=45.0) == 20 and plan(2.0, ends=45.0, most=12) == 12
     assert plan(2.0, ends=45.0, evaluation_s=10.0, attempts=4) == 15
     assert plan(2.0, ends=45.0, attempts=4) == 16, "as long as four steps until it was measured"
     assert plan(10.0, 1.0, ends=45.0) > 25, "a first step that compiles does not decide"

@@ -189,9 +189,6 @@ def difference(policy: Any, completion: Completion) -> float:
     return (torch.tensor(completion.logprobs) - expected).abs().max().item()
 
 
-# -- the policy in the engine ----------------------------------------------------------------------
-
-
 def test_after_every_sync_the_engine_samples_with_the_trainers_log_probabilities(engine: VllmEngine, policy: Any):
     for step in range(1, 5):
         before = copy.deepcopy(policy)
@@ -394,8 +391,7 @@ def test_turns_go_on_under_a_policy_that_comes_in_mid_turn_and_each_token_keeps_
         assert len(logprobs) == sum(count.values()) and (logprobs - expected).abs().max() < 5e-6
         assert len(logprobs) < change + 8 or (of_first - logprobs)[change:].abs().max() > 0.1
     (after,) = generate(engine, (prompts[0], Sampling(8, seed=0)))
-    assert after.policies == {2: len(after.token_ids)}
-    assert difference(second, after) < 5e-6
+    assert after.policies == {2: len(after.token_ids)} and difference(second, after) < 5e-6
 
 
 def test_a_sync_leaves_no_file_behind(by_adapter: VllmEngine, policy: Any, tmp_path: Path, monkeypatch):
@@ -413,9 +409,6 @@ def test_vllm_has_room_for_every_rank_that_it_names() -> None:
 
     assert set(LORA_RANKS) <= set(get_args(MaxLoRARanks))
     assert [room_for_rank(rank) for rank in (1, 8, 9, 33, 512)] == [8, 8, 16, 64, 512]
-
-
-# -- requests --------------------------------------------------------------------------------------
 
 
 def test_an_abort_leaves_no_request_and_no_cache_block_behind(engine: VllmEngine, policy: Any) -> None:
@@ -478,11 +471,8 @@ def test_rollouts_of_an_asynchronous_core_are_those_of_a_synchronous_one(engines
         engine.load_policy(policy)  # possible at once
         told.append([each.transcript.ids for each in rollouts if each.transcript])
     asynchronous = engine._engine.engine_core.engine_core  # pyright: ignore[reportAttributeAccessIssue]
-    assert asynchronous.batch_queue_size == 2
-    assert told[0] == told[1] and len(told[0]) == 12
+    assert asynchronous.batch_queue_size == 2 and told[0] == told[1] and len(told[0]) == 12
 
-
-# -- the sampler -----------------------------------------------------------------------------------
 
 CHI_SQUARE_999 = {11: 31.26, 4: 18.47}
 """Of the distribution's tail, by degrees of freedom: a right sampler exceeds it once in a thousand seeds."""
@@ -532,8 +522,6 @@ def test_no_draw_however_near_to_one_gives_a_token_that_top_p_removed(monkeypatc
     tokens, _ = draw(logits, p=0.9, seeded=False)
     assert int(tokens.max()) < 5
 
-
-# -- LoRA on the CPU -------------------------------------------------------------------------------
 
 IN, OUTS, VOCABULARY, SLOTS = 24, (16, 8, 8), 40, 3
 BATCHES = {  # the adapter of each token, 0 for none
@@ -693,8 +681,6 @@ def test_a_server_takes_as_many_cards_as_the_model_needs(model_gib: int, cards: 
         assert bool(found) == (name in cards)
     os.close(held)
 
-
-# -- answers that are held to a format -------------------------------------------------------------
 
 FORM = {
     "type": "object",

@@ -235,8 +235,7 @@ def test_a_download_from_the_hub_is_told_as_it_comes_in(monkeypatch: pytest.Monk
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     told: list[str] = []
     assert ensure("someone/some-model", on_progress=lambda stage, share: told.append(stage)) == tiny_model
-    assert told == ["fetching someone/some-model"] * 4
-    assert fetched == ["b" * 40]
+    assert told == ["fetching someone/some-model"] * 4 and fetched == ["b" * 40]
 
 
 def test_a_model_that_needs_a_gpu_is_refused_before_its_weights_are_fetched(monkeypatch, tmp_path: Path):
@@ -253,8 +252,7 @@ def test_a_model_that_needs_a_gpu_is_refused_before_its_weights_are_fetched(monk
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     with pytest.raises(FlashError, match=r"lfm2 does not run without a GPU") as caught:
         ensure("someone/some-model", has_gpu=False)
-    assert caught.value.code == "model_unsupported"
-    assert fetched == [["config.json"]]
+    assert caught.value.code == "model_unsupported" and fetched == [["config.json"]]
 
 
 @pytest.fixture

@@ -32,9 +32,7 @@ def made() -> Front:
         return Front(behind)
 
 
-async def answer(
-    method: str, path: str, headers: dict[str, Any] | None = None, front: Front | None = None
-) -> httpx.Response:
+async def answer(method: str, path: str, headers: dict[str, Any] | None = None, front: Front | None = None):
     transport = httpx.ASGITransport(app=front or made())
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
         return await client.request(method, path, headers=headers)
@@ -44,18 +42,11 @@ async def answer(
 @pytest.mark.parametrize(
     ("method", "path"),
     [
-        ("POST", "/adapters"),
-        ("DELETE", "/adapters/dep-1"),
-        ("POST", "/invocations"),
-        ("POST", "/v1/load_lora_adapter"),
-        ("POST", "/v1/chat/completions"),
-        ("OPTIONS", "/v1/chat/completions"),
-        ("GET", "/v1/models"),
-        ("GET", "/metrics"),
-        ("GET", "/nowhere"),
-        ("POST", "/health"),
+        ("POST", "/adapters"), ("DELETE", "/adapters/dep-1"), ("POST", "/invocations"),
+        ("POST", "/v1/load_lora_adapter"), ("POST", "/v1/chat/completions"), ("OPTIONS", "/v1/chat/completions"),
+        ("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/nowhere"), ("POST", "/health"),
     ],
-)
+)  # fmt: skip
 async def test_without_a_key_nothing_but_health_answers(method: str, path: str) -> None:
     for header in (None, "", "Bearer", "Bearer user2", "Bearer üser", "Basic user", "user"):
         headers = {} if header is None else {"authorization": header.encode("latin-1")}

@@ -28,16 +28,8 @@ def test_vllm_takes_the_arguments_for_a_card(tiny_model: Path) -> None:
     assert done.returncode == 0, done.stderr
     configurations = [json.loads(line) for line in done.stdout.splitlines()]
     expected = {
-        "device": "cuda",
-        "dtype": "torch.bfloat16",
-        "largest_graph": 64,
-        "graphs": "FULL_AND_PIECEWISE",
-        "specialized": False,
-        "autotune": False,
-        "utilization": 0.01,
-        "rank": 16,
-        "eager": False,
-        "allocator": "expandable_segments:True",
-        "captured": {"FULL": 22, "PIECEWISE": 22, **REPLAYED},
-    }
+        "device": "cuda", "dtype": "torch.bfloat16", "largest_graph": 64, "graphs": "FULL_AND_PIECEWISE",
+        "specialized": False, "autotune": False, "utilization": 0.01, "rank": 16, "eager": False,
+        "allocator": "expandable_segments:True", "captured": {"FULL": 22, "PIECEWISE": 22, **REPLAYED},
+    }  # fmt: skip
     assert configurations == [expected] * len(CARDS)

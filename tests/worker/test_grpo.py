@@ -65,15 +65,7 @@ def make_policy(model: Path, dtype: torch.dtype = torch.float32) -> Any:
     return policy
 
 
-def our_gradients(
-    policy: Any,
-    tokenizer: Any,
-    spec: RunSpec,
-    rollouts: list[PlayedRollout],
-    out: Path,
-    keep_tokens: float = math.inf,
-    metrics: dict[str, list[float]] | None = None,
-) -> dict[str, Tensor]:
+def our_gradients(policy, tokenizer, spec, rollouts, out, keep_tokens=math.inf, metrics=None) -> dict[str, Tensor]:
     trainer = Trainer(
         policy, tokenizer, spec, rollouts_of=lambda step: rollouts,
         output_dir=str(out), max_completion=MAX_COMPLETION, callbacks=[],
@@ -86,9 +78,7 @@ def our_gradients(
     return gradients(policy)
 
 
-def trl_gradients(
-    policy: Any, tokenizer: Any, spec: RunSpec, rollouts: list[PlayedRollout], out: Path
-) -> dict[str, Tensor]:
+def trl_gradients(policy: Any, tokenizer: Any, spec: RunSpec, rollouts: list[PlayedRollout], out: Path):
     def rollout_func(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         transcripts = [r.transcript for r in rollouts if r.transcript]
         return {
@@ -133,9 +123,7 @@ def flat(gradients: dict[str, Tensor]) -> Tensor:
     return torch.cat([gradient.flatten() for gradient in gradients.values()])
 
 
-def both(
-    model: Path, tmp_path: Path, rollouts: list[PlayedRollout], dtype: torch.dtype, **fields: Any
-) -> tuple[Any, Any]:
+def both(model: Path, tmp_path: Path, rollouts: list[PlayedRollout], dtype: torch.dtype, **fields: Any):
     tokenizer, spec = AutoTokenizer.from_pretrained(model), settings_of(**fields)
     ours = our_gradients(make_policy(model, dtype), tokenizer, spec, rollouts, tmp_path)
     theirs = trl_gradients(make_policy(model, dtype), tokenizer, spec, copy.deepcopy(rollouts), tmp_path)
@@ -185,8 +173,7 @@ def test_packs_whose_backward_passes_follow_each_other_give_the_gradients_of_one
         return flat(found), metrics
 
     (whole, expected), (split, metrics) = step(4096), step(16)
-    assert (split - whole).norm() < 5e-6 * whole.norm()
-    assert metrics.keys() == expected.keys()
+    assert (split - whole).norm() < 5e-6 * whole.norm() and metrics.keys() == expected.keys()
     for name, values in metrics.items():
         assert values == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
     monkeypatch.setattr(packing.Pack, "logps", logps)
@@ -358,8 +345,7 @@ def answers_after_a_long_prompt() -> tuple[Tensor, Tensor, Tensor]:
 def test_a_long_prompt_is_shared_by_several_completions() -> None:
     """In packs of 4,096 it would be computed eight times."""
     packs = packing.packs_of(*answers_after_a_long_prompt())
-    assert [pack.rows for pack in packs] == [[0, 1, 2, 3, 4, 5], [6, 7]]
-    assert packs[0].tokens == 9000
+    assert [pack.rows for pack in packs] == [[0, 1, 2, 3, 4, 5], [6, 7]] and packs[0].tokens == 9000
 
 
 def test_a_group_without_advantage_costs_no_forward_pass(tiny_model: Path, tmp_path: Path, monkeypatch):

@@ -2,7 +2,7 @@
 
 import importlib.metadata
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,9 +45,7 @@ def policy(fp32_model: Path) -> Any:
     return load_policy(ModelFiles(fp32_model), rank=8, alpha=16, seed=0, dtype=torch.float32)
 
 
-def shaken(
-    engines: dict[Sync, VllmEngine], policy: Any, model: Path, record: Callable[[Sync], Path | None] = lambda way: None
-) -> tuple[VllmEngine, list[tuple[str, str]]]:
+def shaken(engines, policy, model, record=lambda way: None) -> tuple[VllmEngine, list[tuple[str, str]]]:
     events: list[tuple[str, str]] = []
     engine = agreeing_engine(
         engines.__getitem__,
@@ -136,8 +134,7 @@ def test_where_one_way_of_a_sync_loses_layers_the_other_is_taken(engines, policy
     merged = engines["merged"]
     monkeypatch.setattr(merged, "load_policy", without("down_proj", merged.load_policy))
     engine, events = shaken(engines, policy, fp32_model)
-    assert engine is engines["adapter"]
-    assert [kind for kind, _ in events] == ["handshake", "warning"]
+    assert engine is engines["adapter"] and [kind for kind, _ in events] == ["handshake", "warning"]
     assert "sync=merged" in events[1][1] and "adapters of down_proj differ" in events[1][1]
 
 
@@ -172,9 +169,7 @@ def test_an_adapter_whose_layers_have_other_names_is_refused_instead_of_ignored(
     ("environment", "tokens", "way"),
     [(VOWELS, 512, "merged"), (VOWELS, 511, "adapter"), (AGENT_VOWELS, 512, "adapter")],
 )
-def test_a_card_gets_merged_weights_where_turns_make_up_for_the_merge(
-    environment: Path, tokens: int, way: Sync, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_card_gets_merged_weights_where_turns_make_up_for_the_merge(environment, tokens, way, monkeypatch) -> None:
     """And no agent may ask the base model."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     spec = resolve(RunSpec.model_validate({"environment": "e", "max_tokens": tokens})).spec

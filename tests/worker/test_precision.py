@@ -63,9 +63,7 @@ LEAST = 8 * GIB  # room for fp32 where bf16 would do
         ({"cuda": True}, LEAST, WHOLE, torch.float32),
     ],
 )
-def test_a_model_is_computed_in_the_faster_precision_that_fits(
-    machine: dict[str, Any], capacity: int, fields: Any, dtype: torch.dtype, tmp_path: Path, monkeypatch
-) -> None:
+def test_a_model_is_computed_in_the_faster_precision_that_fits(machine, capacity, fields, dtype, tmp_path, monkeypatch):
     for name, value in machine.items():
         where: Any = (torch.cuda, "is_available") if name == "cuda" else (precision, name)
         monkeypatch.setattr(*where, lambda *_, value=value: value)
@@ -125,8 +123,7 @@ def test_the_probe_takes_the_best_of_several_tries_on_one_thread(monkeypatch: py
     monkeypatch.setattr(precision, "time", SimpleNamespace(thread_time=lambda: clock))
     before = torch.get_num_threads()
     probe = precision.bf16_over_fp32.__wrapped__
-    assert probe(4, (8, 2)) == 1.0 and probe(4, (8,)) == 2.0
-    assert torch.get_num_threads() == before
+    assert probe(4, (8, 2)) == 1.0 and probe(4, (8,)) == 2.0 and torch.get_num_threads() == before
 
 
 def test_pytorch_says_whether_this_cpu_has_them() -> None:

@@ -35,11 +35,8 @@ def test_rows_are_shown_as_the_run_will_make_them():
     assert shown["shortest"] == f"{start}[[xxx<|im_end|>]]" and shown["longest"] == f"{start}[[{'x' * 90}<|im_end|>]]"
     sizes = sorted(len(made["input_ids"]) for line in [*rows, two] for made in rows_of_line("", line, template))
     assert shown["tokens"] == {
-        "shortest": sizes[0],
-        "median": sum(sizes[1:3]) // 2,
-        "p95": sizes[3],
-        "longest": sizes[3],
-    }
+        "shortest": sizes[0], "median": sum(sizes[1:3]) // 2, "p95": sizes[3], "longest": sizes[3],
+    }  # fmt: skip
     assert (shown["rows"], shown["measured"], shown["cut"], shown["left_out"]) == (4, 4, 2, 0)
     hurried = preview(JOB | {"rows": [*rows, two], "seconds": 0.0, "max_length": 20}, template)
     assert (hurried["measured"], hurried["left_out"], hurried["longest"]) == (2, 2, shown["longest"])

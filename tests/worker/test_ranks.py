@@ -133,9 +133,7 @@ def exact_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_two_ranks_compute_the_gradients_of_one_and_keep_equal_adapters(
-    exact_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_ranks_compute_the_gradients_of_one_and_keep_equal_adapters(exact_model, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", None, raising=False)
     code = f"""
 from pathlib import Path
@@ -259,8 +257,7 @@ def test_every_rank_gets_a_card_and_its_share_of_the_threads(monkeypatch: pytest
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     threads = {"OMP_NUM_THREADS": "4"}
     cards = [{"CUDA_VISIBLE_DEVICES": card, **threads} for card in ("5", "2")]
-    assert variables(2) == cards
-    assert variables(1) == [{"CUDA_VISIBLE_DEVICES": "5"}]
+    assert variables(2) == cards and variables(1) == [{"CUDA_VISIBLE_DEVICES": "5"}]
     with pytest.raises(FlashError, match=r"sees 2 of the 3 cards.*lower gpus to 2"):
         variables(3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -270,16 +267,11 @@ def test_every_rank_gets_a_card_and_its_share_of_the_threads(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("own", "others", "chosen"),
     [
-        (None, [None], []),
-        (5, [], []),
-        (5, ["0:6:0", "0:7:0"], ["nccl"]),
-        (5, ["0:6:0", "0:5:0"], []),
+        (None, [None], []), (5, [], []), (5, ["0:6:0", "0:7:0"], ["nccl"]), (5, ["0:6:0", "0:5:0"], []),
         (5, [None], None),
     ],
-)
-def test_nccl_sums_where_every_rank_has_a_card_of_its_own(
-    own: int | None, others: list[str | None], chosen, monkeypatch
-):
+)  # fmt: skip
+def test_nccl_sums_where_every_rank_has_a_card_of_its_own(own, others, chosen, monkeypatch):
     at = SimpleNamespace(pci_domain_id=0, pci_bus_id=own, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: own is not None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: at)

@@ -51,9 +51,7 @@ def test_a_run_tries_the_split_before_and_after_it(tiny_model: Path, tmp_path: P
         pytest.param(SFT, None, True, "", marks=pytest.mark.long),
     ],
 )
-def test_a_run_goes_on_without_a_split_that_cannot_be_tried(
-    tiny_model: Path, tmp_path: Path, fields: dict[str, Any], split: Json | None, without_vllm: bool, says: str
-):
+def test_a_run_goes_on_without_a_split_that_cannot_be_tried(tiny_model, tmp_path, fields, split, without_vllm, says):
     shutil.copy(NO_TORCH / "vllm.py", tmp_path)
     path: dict[str, Any] = {"PYTHONPATH": str(tmp_path)} if without_vllm else {}
     run = make_run(tmp_path / "run", tiny_model, job={"regression": split}, steps=1, **fields)

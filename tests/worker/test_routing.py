@@ -29,9 +29,6 @@ from worker.training.routing import give_experts
 IS_SECOND = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 
 
-# -- the trainer -----------------------------------------------------------------------------------
-
-
 def told_experts(model: Any, tokens: int, *, seed: int = 3) -> Tensor:
     """Some at random for each token and layer, and for every seventh token none."""
     config = model.config
@@ -118,9 +115,6 @@ def test_packs_of_a_batch_have_the_experts_of_its_rows(kind: str, monkeypatch: p
             logps = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)
             places = torch.tensor(path[prompt:]) - prompt
             torch.testing.assert_close(found[row][places], logps[prompt - 1 :], rtol=1e-4, atol=1e-4)
-
-
-# -- the engine ------------------------------------------------------------------------------------
 
 
 def start(model: Path, dtype: str = "bfloat16") -> VllmEngine:

@@ -233,8 +233,6 @@ def test_a_template_that_shows_no_system_message_is_found_by_trying(tmp_path: Pa
     assert marked(tmp_path, chat(Q, GOOD), ChatTemplate(tokenizer)) == PLAIN
 
 
-# -- thoughts --------------------------------------------------------------------------------------
-
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 FAMILIES = {
     **dict.fromkeys(("cohere", "cohere2"), "<|END_OF_TURN_TOKEN|>"),

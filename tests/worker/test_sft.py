@@ -174,14 +174,9 @@ def tune(
     folder.create({})
     writer = RunWriter(folder, folder.newest_epoch() + 1)
     fields = {
-        "algorithm": "sft",
-        "batch_size": 2,
-        "steps": steps,
-        "save_every": 1,
-        "learning_rate": 1e-2,
-        "lr_schedule": schedule,
-        "warmup": warmup,
-    }
+        "algorithm": "sft", "batch_size": 2, "steps": steps, "save_every": 1, "learning_rate": 1e-2,
+        "lr_schedule": schedule, "warmup": warmup,
+    }  # fmt: skip
     spec = resolve(RunSpec(environment="e", **fields)).spec
     heartbeat = Heartbeat(writer)
     reporter = Reporter(writer, spec, heartbeat.cancelled)

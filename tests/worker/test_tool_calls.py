@@ -126,8 +126,7 @@ def test_the_page_names_the_parser_of_each_template_that_is_tried_and_marks_the_
 def test_what_is_wrong_with_a_call_is_said_in_its_message(text: str, calls: int, problem: str | None) -> None:
     transcript = Transcript(template(), QUESTION, TOOLS)
     turn = transcript.add_answer(written(transcript.template, text))
-    assert len(turn.tool_calls) == calls
-    assert turn.content == ("" if calls else text)
+    assert len(turn.tool_calls) == calls and turn.content == ("" if calls else text)
     assert turn.bad_tool_call == problem or problem in (turn.bad_tool_call or "")
     assert transcript.messages[-1].get("bad_tool_call") == turn.bad_tool_call
 
@@ -145,8 +144,7 @@ def test_the_system_prompt_stays_before_the_tools() -> None:
     chat = template().for_tools(TOOLS)
     prompt = chat.tokenizer.decode(chat.prompt_ids([{"role": "system", "content": "Be brief."}, *QUESTION]))
     assert prompt.startswith("<|im_start|>system\nBe brief.\n\nYou can call these functions:\n")
-    assert prompt.count("<|im_start|>system") == 1
-    assert json.dumps(TOOLS[0]) in prompt
+    assert prompt.count("<|im_start|>system") == 1 and json.dumps(TOOLS[0]) in prompt
 
 
 PLAIN = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<|im_end|>{% endfor %}[assistant]"
@@ -170,9 +168,6 @@ def test_a_format_of_calls_that_is_not_known_is_refused_at_the_first_turn() -> N
     transcript = Transcript(chat, QUESTION, TOOLS)
     with pytest.raises(FlashError, match="format of tool calls is not known"):
         transcript.add_answer(written(chat, "x"))
-
-
-# -- rollouts and SFT over a real environment process ---------------------------------------------
 
 
 class Scripted(FakeEngine):
@@ -210,8 +205,7 @@ async def test_a_rollout_calls_a_tool_reads_its_result_and_is_rewarded() -> None
     assert text_of(asked) == 'calculate({"left": 31, "operator": "-", "right": 53})'
     assert (answered["role"], answered["content"]) == ("tool", "-22")
     assert answered["tool_call_id"] == asked["tool_calls"][0]["id"]
-    assert said == {"role": "assistant", "content": "-22"}
-    assert record.answers == [text_of(asked), "-22"]
+    assert said == {"role": "assistant", "content": "-22"} and record.answers == [text_of(asked), "-22"]
     assert [tool["function"]["name"] for tool in record.tools] == ["calculate"]
     transcript = rollout.transcript
     assert transcript is not None
@@ -228,8 +222,7 @@ async def test_sft_on_a_curated_rollout_learns_the_tokens_that_were_sampled(tmp_
     files = {"train.jsonl": hashlib.sha256((tmp_path / "train.jsonl").read_bytes()).hexdigest()}
     ((learnt,),) = dataset_rows({"path": str(tmp_path), "files": files}, template())["train"]
     transcript = rollout.transcript
-    assert transcript is not None
-    assert learnt["input_ids"] == transcript.ids
+    assert transcript is not None and learnt["input_ids"] == transcript.ids
     mask = [0] * len(transcript.prompt_ids) + transcript.mask
     assert [label != IGNORED for label in learnt["labels"]] == list(map(bool, mask))
 

@@ -90,8 +90,7 @@ def test_each_turn_sees_the_history_that_a_deployment_shows(name: str, thinking:
     ids = transcript.ids
     assert [ids[place] for place in next(paths_of(len(ids), transcript.forks))] == transcript.context
     trained = [token for token, mine in zip(transcript.completion_ids, transcript.mask, strict=True) if mine]
-    assert template.tokenizer.decode(trained) == said
-    assert bool(transcript.forks) == (name != "qwen3_8")
+    assert template.tokenizer.decode(trained) == said and bool(transcript.forks) == (name != "qwen3_8")
 
 
 def test_long_replies_are_not_kept_for_good() -> None:

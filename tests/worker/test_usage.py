@@ -39,8 +39,7 @@ def test_without_a_card_the_process_is_measured(monkeypatch: pytest.MonkeyPatch,
         pass
     process.sample_cards()
     measured = process.usage()
-    assert 0 < measured["system/processors"] <= 1.5
-    assert 0.001 < measured["system/process_gib"] < 10
+    assert 0 < measured["system/processors"] <= 1.5 and 0.001 < measured["system/process_gib"] < 10
     assert "system/card_share" not in measured
 
 

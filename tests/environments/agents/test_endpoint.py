@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
@@ -81,9 +81,7 @@ CALL = {"id": "call00000", "type": "function", "function": {"name": "add", "argu
 
 
 @asynccontextmanager
-async def agents(
-    folder: Path, *programs: str, source: str = "", needs: str = "", **options: Any
-) -> AsyncGenerator[EnvironmentHost]:
+async def agents(folder: Path, *programs: str, source: str = "", needs: str = "", **options: Any):
     """A host whose task number n runs program n. The program tells what is in its list `told`."""
     returns = f"Sample({[textwrap.dedent(each) for each in programs]!r})"
     environment_folder(folder, AGENT + textwrap.dedent(source), returns=returns, needs=f"endpoint = true\n{needs}")
@@ -120,8 +118,7 @@ async def test_requests_of_an_agent_are_the_turns_of_a_conversation(tmp_path: Pa
     assert score.reward == 2 and score.success
     called, said = json.loads(score.reason or "")
     choice = called["choices"][0]
-    assert choice["finish_reason"] == "tool_calls"
-    assert choice["message"]["content"] == "Let me add. "
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "Let me add. "
     assert choice["message"]["tool_calls"] == [CALL]
     assert called["object"] == "chat.completion" and called["model"] == "policy"
     assert called["usage"] == {"prompt_tokens": 30, "completion_tokens": 5, "total_tokens": 35}
@@ -186,26 +183,12 @@ async def test_what_is_not_served_is_answered_as_an_api_does(tmp_path: Path) -> 
     assert score.refusals["unknown_parameter: min_tokens"] == 1
     assert sum(score.refusals.values()) == len(answers) - 1, "the wrong key belongs to nobody"
     assert [(status, body["error"]["code"]) for status, body in answers] == [
-        (401, "invalid_api_key"),
-        (404, "unknown_url"),
-        (400, "unsupported_value"),
-        (400, "unsupported_value"),
-        (400, "unsupported_value"),
-        (400, "invalid_value"),
-        (400, "unknown_parameter"),
-        (400, "invalid_value"),
-        (400, "invalid_value"),
-        (400, "invalid_value"),
-        (400, "invalid_value"),
-        (400, "invalid_value"),
-        (413, "request_too_large"),
-        (400, "invalid_value"),
-        (400, "invalid_value"),
-        (400, "invalid_value"),
-        (404, "previous_response_not_found"),
-        (411, "length_required"),
-        (411, "length_required"),
-    ]
+        (401, "invalid_api_key"), (404, "unknown_url"), (400, "unsupported_value"), (400, "unsupported_value"),
+        (400, "unsupported_value"), (400, "invalid_value"), (400, "unknown_parameter"), (400, "invalid_value"),
+        (400, "invalid_value"), (400, "invalid_value"), (400, "invalid_value"), (400, "invalid_value"),
+        (413, "request_too_large"), (400, "invalid_value"), (400, "invalid_value"), (400, "invalid_value"),
+        (404, "previous_response_not_found"), (411, "length_required"), (411, "length_required"),
+    ]  # fmt: skip
 
 
 async def served(host: EnvironmentHost, index: int = 0) -> list[AgentCall]:
@@ -376,8 +359,7 @@ async def test_what_a_request_asks_of_its_answer_reaches_the_caller(tmp_path: Pa
     assert [choice["message"]["content"] for choice in both] == ["a", "b"]
     assert [choice["index"] for choice in both] == [0, 1]
     assert both[1]["logprobs"]["content"][0]["logprob"] == -0.5
-    assert called[0]["finish_reason"] == "tool_calls"
-    assert number[0]["message"]["content"] == "7"
+    assert called[0]["finish_reason"] == "tool_calls" and number[0]["message"]["content"] == "7"
 
 
 async def test_what_follows_a_stop_sequence_is_rendered_anew(tmp_path: Path) -> None:
@@ -389,8 +371,7 @@ async def test_what_follows_a_stop_sequence_is_rendered_anew(tmp_path: Path) -> 
         episode = (await host.open("train", 0)).episode
         await host.answer_call(episode, 0, "a", usage=Usage(3, 2, stopped_by="END"))
         call = await host.next_call(episode)
-        assert isinstance(call, AgentCall)
-        assert call.parent is None and len(call.messages) == 3
+        assert isinstance(call, AgentCall) and call.parent is None and len(call.messages) == 3
         await host.answer_call(episode, 1, "b")
         assert await host.next_call(episode) == "done"
         await host.score(episode)
@@ -613,9 +594,6 @@ async def test_a_slow_agent_declares_its_own_limit(tmp_path: Path) -> None:
         assert await told(host, ["y"]) == []
 
 
-# -- the sandbox -----------------------------------------------------------------------------------
-
-
 @pytest.mark.hostile("network")
 async def test_an_agent_reaches_its_model_and_no_other_server(tmp_path: Path) -> None:
     with socket.create_server(("0.0.0.0", 0)) as ours:
@@ -647,8 +625,7 @@ async def test_an_agent_reaches_its_model_and_no_other_server(tmp_path: Path) ->
                 tries = await told(host, ["y"])
     assert tries[0] == "ConnectionRefusedError", "its own loopback interface has no such port"
     assert tries[1] in ("ConnectionRefusedError", "OSError", "NetworkRefusedError")
-    assert tries[2] in ("OSError", "NetworkRefusedError")
-    assert tries[3:] == ["PermissionError"] * 6
+    assert tries[2] in ("OSError", "NetworkRefusedError") and tries[3:] == ["PermissionError"] * 6
 
 
 @pytest.mark.hostile("network")

@@ -38,9 +38,6 @@ async def children_of(folder: Path) -> list[psutil.Process]:
     return found
 
 
-# -- episodes --------------------------------------------------------------------------------------
-
-
 async def test_an_episode_is_opened_stepped_and_scored(tmp_path: Path) -> None:
     source = """
     class Sample(Echo):
@@ -432,8 +429,6 @@ async def test_the_judge_of_a_class_or_an_agent_is_asked_too(tmp_path: Path, nam
         assert await host.judge("train", 0, ["x", "y"]) == ranks
 
 
-# -- user code that misbehaves ---------------------------------------------------------------------
-
 MISBEHAVIOUR = {
     "raise ValueError('no such word')": "step_episode raised ValueError: no such word (environment.py line",
     "raise type('Odd', (Exception,), {'__str__': lambda self: 1})()": "step_episode raised Odd: its message could not",
@@ -463,8 +458,7 @@ async def test_what_step_episode_must_not_do_is_explained(tmp_path: Path, statem
     async with await EnvironmentHost.start(environment_folder(tmp_path, source)) as host:
         opening = await host.open("train", 0)
         fault = await fault_of(host.step(opening.episode, "x"))
-        assert fault.code == "environment_error"
-        assert expected in fault.what
+        assert fault.code == "environment_error" and expected in fault.what
         assert (await host.score(opening.episode)).reward == 0.5
 
 
@@ -523,8 +517,6 @@ async def test_text_that_utf8_cannot_hold_is_replaced(tmp_path: Path) -> None:
         assert (await host.step(opening.episode, "\ud800 \x00 é\n")).messages[0]["content"] == "? \x00 é\n!"
 
 
-# -- deadlines and deaths --------------------------------------------------------------------------
-
 STUCK = """
 class Sample(Echo):
     def step_episode(self, example, messages, assistant_response):
@@ -566,8 +558,7 @@ async def test_hung_calls_starve_nobody_and_their_process_ends_with_its_last_epi
         assert await pid_of(host, newer.episode) != first_pid
         for opening in hung:
             await host.close(opening.episode)
-        assert is_running(first_pid)
-        assert (await host.score(bystander.episode)).reward == 0.5
+        assert is_running(first_pid) and (await host.score(bystander.episode)).reward == 0.5
         await until(lambda: not is_running(first_pid))
         assert await pid_of(host, newer.episode)
 
@@ -592,8 +583,7 @@ async def test_code_that_holds_the_interpreter_is_killed_and_shown(tmp_path: Pat
     async with await EnvironmentHost.start(environment_folder(tmp_path, STUCK), timeout_s=3) as host:
         opening = await host.open("train", 0)
         fault = await fault_of(host.step(opening.episode, "hold"))
-        assert fault.code == "environment_timeout"
-        assert "in step_episode" in fault.traceback
+        assert fault.code == "environment_timeout" and "in step_episode" in fault.traceback
         assert (await fault_of(host.score(opening.episode))).code == "environment_error"
         assert (await host.open("train", 0)).task_id == "t0"
 
@@ -670,15 +660,11 @@ async def test_the_process_dies_with_a_parent_that_was_killed(tmp_path: Path) ->
     with subprocess.Popen(  # noqa: ASYNC220
         [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True
     ) as parent:
-        assert parent.stdout is not None
-        assert parent.stdout.readline() == "ready\n"
+        assert parent.stdout is not None and parent.stdout.readline() == "ready\n"
         (child,) = psutil.Process(parent.pid).children()
         parent.kill()
 
     await until(lambda: not is_running(child.pid))
-
-
-# -- loading ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -743,8 +729,7 @@ async def test_only_named_secrets_are_seen_and_they_never_come_back(tmp_path: Pa
         assert (await host.step(opening.episode, "x")).messages[0]["content"] == "[secret] None"
         fault = await fault_of(host.step(opening.episode, "raise"))
         assert "planted" not in fault.what + fault.traceback
-    assert "printed [secret]" in (err := capfd.readouterr().err)
-    assert "planted" not in err
+    assert "printed [secret]" in (err := capfd.readouterr().err) and "planted" not in err
 
 
 async def test_the_process_has_a_private_home_and_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
@@ -760,8 +745,7 @@ async def test_the_process_has_a_private_home_and_leaves_the_folder_as_it_was(tm
     async with await EnvironmentHost.start(folder) as host:
         told = (await host.step((await host.open("train", 0)).episode, "x")).messages[0]["content"]
         home, scratch, folder_seen, names = told.split("|")
-        assert Path(scratch).parent == Path(home) != Path.home()
-        assert folder_seen == str(folder)
+        assert Path(scratch).parent == Path(home) != Path.home() and folder_seen == str(folder)
         assert "FLASH_HOME" not in names
     assert not os.path.exists(home)  # noqa: ASYNC240, PTH110
     assert sorted(path.name for path in folder.iterdir()) == ["environment.py", "helper.py"]

@@ -14,7 +14,6 @@ from tests.near_environments import NearChild
 
 pytestmark = pytest.mark.slow
 
-# -- replies that the process did not send ---------------------------------------------------------
 
 FORGER = """
 import gc, json
@@ -79,12 +78,9 @@ def forger(args):
 
 USER = {"role": "user", "content": "x"}
 LOADED = {
-    "splits": {"train": 6, "eval": 0},
-    "max_score_concurrency": 1,
-    "scores_groups": False,
-    "plays_gold": False,
+    "splits": {"train": 6, "eval": 0}, "max_score_concurrency": 1, "scores_groups": False, "plays_gold": False,
     "generated": [],
-}
+}  # fmt: skip
 OPENED = {"task_id": "t0", "expected": "4", "messages": [USER], "max_turns": 1, "tools": [], "is_agent": False}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -285,8 +281,6 @@ async def test_what_is_protected_is_not_the_environments_to_say(tmp_path: Path) 
         await EnvironmentHost.start(tmp_path, args=args)
 
 
-# -- task lists that lie ---------------------------------------------------------------------------
-
 LYING = """
 class Tasks(list):
     LENGTH = 0
@@ -322,8 +316,6 @@ async def test_a_task_list_that_lies_is_a_bad_dataset(tmp_path: Path, name: str)
     assert (caught.value.code, caught.value.what) == ("dataset_invalid", expected)
 
 
-# -- environment.toml ------------------------------------------------------------------------------
-
 HOSTILE_NEEDS = {
     "endless memory": ("memory_gib = inf", "memory_gib must be a number above 0, got inf"),
     "memory that is no number": ("memory_gib = nan", "memory_gib must be a number above 0, got nan"),
@@ -348,11 +340,8 @@ async def test_a_hostile_environment_toml_is_refused_with_a_word(tmp_path: Path,
     environment_folder(tmp_path, "", returns="Addition()", needs=needs)
     with pytest.raises(EnvironmentFault) as caught:
         await EnvironmentHost.start(tmp_path)
-    assert caught.value.code == "environment_invalid"
-    assert expected in caught.value.what
+    assert caught.value.code == "environment_invalid" and expected in caught.value.what
 
-
-# -- files that are none ---------------------------------------------------------------------------
 
 UNREADABLE = {
     "a pipe as environment.toml": (lambda folder: os.mkfifo(folder / "environment.toml")),
@@ -395,8 +384,6 @@ async def test_a_file_that_is_never_imported_is_not_read(tmp_path: Path, name: s
     async with await EnvironmentHost.start(tmp_path) as host:
         await host.close((await host.open("train", 0)).episode)
 
-
-# -- what it says ----------------------------------------------------------------------------------
 
 KEY = "planted-0123456789-abcdefghij-ABCDEFGHIJ"
 PEM = "-----BEGIN KEY-----\nMIIEvQIBADANBgkqhkiG9w0\nAgEAAoIBAQC7VJTUt9Us8cK\n-----END KEY-----"

@@ -73,8 +73,7 @@ async def test_an_environment_runs_with_its_own_packages_and_with_nothing_of_our
     async with await EnvironmentHost.start(folder, on_progress=on_progress) as host:
         shown = (await host.open("train", 0)).messages[0]["content"]
     target = (await requirements.interpreter(folder)).parents[2]
-    assert shown == f"1.17.0 [] {target / 'venv'}"
-    assert (target / "ready").read_text() == SMALL
+    assert shown == f"1.17.0 [] {target / 'venv'}" and (target / "ready").read_text() == SMALL
     assert told and all(message.startswith("installing the environment's packages: ") for message in told)
 
     told.clear()
@@ -91,8 +90,7 @@ async def test_a_folder_without_requirements_runs_with_our_own_interpreter(tmp_p
 async def test_what_the_resolver_said_last_is_in_the_error_and_nothing_half_made_stays(tmp_path, flash_home: Path):
     folder = folder_with(tmp_path, "six==1.17.0\nsix==1.16.0\n")
     fault = await fault_of(folder)
-    assert fault.code == "requirements_failed"
-    assert "six==1.16.0, six==1.17.0" in fault.what
+    assert fault.code == "requirements_failed" and "six==1.16.0, six==1.17.0" in fault.what
     assert "unsatisfiable" in fault.what
     assert names_in(flash_home / "interpreters") == {"lock", "requirements.txt"}
 
@@ -300,8 +298,7 @@ async def test_a_package_without_a_wheel_is_not_built_unless_the_operator_allows
     monkeypatch.setenv("UV_FIND_LINKS", str(attacker))
     monkeypatch.setenv("UV_OFFLINE", "1")
     fault = await fault_of(folder_with(tmp_path, "attacker\n"))
-    assert fault.code == "requirements_failed"
-    assert "attacker" in fault.what
+    assert fault.code == "requirements_failed" and "attacker" in fault.what
     fix = remedy(fault)
     assert fix is not None and fix.startswith("attacker has no wheel for this Python")
     assert 'settings.toml: [environments] build_from_source = ["attacker"]' in fix
@@ -467,9 +464,6 @@ async def test_a_build_sees_no_password_of_an_index(tmp_path, flash_home, privat
         assert (await host.open("train", 0)).messages[0]["content"] == "[] True 42"
 
 
-# -- room on the disk ------------------------------------------------------------------------------
-
-
 def interpreter_of(home: Path, name: str, kib: int, used: float) -> Path:
     """What an installer leaves, without the packages."""
     target = home / "interpreters" / name
@@ -509,5 +503,4 @@ async def test_an_installation_without_room_says_who_may_change_it(tmp_path, fla
     held = interpreter_of(machine_directory(), "held", 500, 1000.0)
     with requirements.hold(held / "venv" / "bin" / "python") or io.StringIO():
         fault = await fault_of(folder_with(tmp_path, SMALL))
-    assert fault.code == "requirements_failed"
-    assert "[environments] interpreters_gib" in fault.what
+    assert fault.code == "requirements_failed" and "[environments] interpreters_gib" in fault.what

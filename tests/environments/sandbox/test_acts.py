@@ -65,14 +65,9 @@ def at_stake(base: Path, before: list[str]) -> Generator[dict[str, object]]:
     with tempfile.NamedTemporaryFile(dir="/dev/shm") as shared, socket.create_server(("127.0.0.1", 0)):
         victim = subprocess.Popen([*before, "sleep", "600"])
         names = {
-            "HIDDEN": str(hidden),
-            "SECRET": str(secret),
-            "PROGRAM": str(program),
-            "LINK": str(link),
-            "STATE": str(state),
-            "SHARED": shared.name,
-            "VICTIM": victim.pid,
-        }
+            "HIDDEN": str(hidden), "SECRET": str(secret), "PROGRAM": str(program), "LINK": str(link),
+            "STATE": str(state), "SHARED": shared.name, "VICTIM": victim.pid,
+        }  # fmt: skip
         try:
             yield names
             names["has_victim"] = victim.poll() is None

@@ -87,9 +87,6 @@ def published(flash_home: Path) -> Path:
     return environments_dir() / "attacker" / "1"
 
 
-# -- files -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.hostile("state")
 async def test_state_is_out_of_reach_though_the_environment_lies_within_it(published: Path, flash_home: Path) -> None:
     async with attack_on(published) as attack:
@@ -187,8 +184,7 @@ async def test_it_writes_to_its_temporary_folder_alone_and_that_is_removed(tmp_p
         """
         folder, content = (await attack.told(code)).split("|")
         assert content == "kept" and Path(folder).is_dir()  # noqa: ASYNC240
-    assert not Path(folder).parent.exists()
-    assert list(outside.iterdir()) == []
+    assert not Path(folder).parent.exists() and list(outside.iterdir()) == []
 
 
 async def test_a_folder_that_the_operator_names_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,9 +275,6 @@ async def test_it_sees_its_own_processes_only(tmp_path: Path) -> None:
         assert await attack.told(listed) == "[2]", "the first process can be traced by nobody"
 
 
-# -- network ---------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def listener() -> Iterator[socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -329,9 +322,7 @@ def grant(home: Path, *names: str) -> None:
 
 
 @pytest.mark.hostile("network")
-async def test_an_environment_that_the_operator_names_gets_the_network_it_asks_for(
-    tmp_path: Path, flash_home: Path, listener: socket.socket
-) -> None:
+async def test_an_environment_that_the_operator_names_gets_the_network_it_asks_for(tmp_path, flash_home, listener):
     grant(flash_home, "search")
     async with attack_on(tmp_path / "search", "network = true", known_as="search") as attack:
         assert "asks for it" in attack.host.sandbox["network"]
@@ -356,13 +347,10 @@ async def test_an_environment_that_the_operator_names_gets_the_network_it_asks_f
 @pytest.mark.parametrize(
     ("granted", "known_as"),
     [
-        ((), "search"),
-        (("search",), "bob/search"),
-        (("bob/search",), "search"),
-        (("search",), "searching"),
+        ((), "search"), (("search",), "bob/search"), (("bob/search",), "search"), (("search",), "searching"),
         (("search",), ""),
     ],
-)
+)  # fmt: skip
 async def test_no_environment_grants_itself_the_network(tmp_path, flash_home, granted: tuple[str, ...], known_as: str):
     grant(flash_home, *granted)
     with pytest.raises(EnvironmentFault) as caught:
@@ -373,9 +361,6 @@ async def test_no_environment_grants_itself_the_network(tmp_path, flash_home, gr
     grant(flash_home, "*")
     async with attack_on(tmp_path / "search", "network = true", known_as=known_as):
         pass
-
-
-# -- what may be used up ---------------------------------------------------------------------------
 
 
 @pytest.mark.hostile("resources")
@@ -439,8 +424,7 @@ async def test_processes_that_end_while_their_memory_is_read_do_not_count(monkey
         return share
 
     monkeypatch.setattr(warden, "_kibibytes", read)
-    assert not warden._uses_more({*alive}, 500 << 20)
-    assert warden._uses_more({*alive}, 200 << 20)
+    assert not warden._uses_more({*alive}, 500 << 20) and warden._uses_more({*alive}, 200 << 20)
 
 
 @pytest.mark.hostile("resources")
@@ -582,8 +566,7 @@ async def test_a_fork_bomb_is_bounded_and_nothing_of_it_is_left(tmp_path: Path) 
 async def test_the_limits_are_one_hosts_own(tmp_path: Path) -> None:
     async with attack_on(tmp_path / "a", "processes = 30") as one, attack_on(tmp_path / "b", "processes = 30") as other:
         sleepers = "import subprocess; told = [subprocess.Popen(['sleep', '60']).pid for _ in range(20)]"
-        assert await one.told(sleepers)
-        assert await other.told(sleepers)
+        assert await one.told(sleepers) and await other.told(sleepers)
 
 
 @pytest.mark.hostile("resources")
@@ -679,8 +662,6 @@ async def test_one_owner_does_not_take_all_places(tmp_path: Path, flash_home: Pa
         await held.enter_async_context(await waiting)
 
 
-# -- what may be left behind -----------------------------------------------------------------------
-
 DAEMON = """
 import os, subprocess, time
 read, write = os.pipe()
@@ -723,8 +704,6 @@ async def test_all_ends_with_a_warden_or_a_first_process_that_is_killed(tmp_path
             await all_ended(processes)
             await until(lambda: not attack.host._children[-1].alive)
 
-
-# -- where the kernel refuses ---------------------------------------------------------------------
 
 START = """
 import asyncio, sys
@@ -783,8 +762,6 @@ async def test_where_no_root_of_its_own_can_be_had_landlock_keeps_files_out_of_r
     assert "can be had" in sandbox["attributes"] and not sandbox["files"]
     assert told == ["environment_access", str(tmp_path / "folder"), "['environment.py']", "1"]
 
-
-# -- as a user without rights ----------------------------------------------------------------------
 
 AS_A_USER = """
 import asyncio, json, sys
@@ -877,8 +854,7 @@ told = len(names)
     sandbox, told = json.loads(done.stdout.splitlines()[-1])
     assert "no PID namespace can be had" in sandbox["process_tree"]
     assert int(told) > depth + 100, told
-    assert "Traceback" not in done.stderr
-    assert left_of("x") == []
+    assert "Traceback" not in done.stderr and left_of("x") == []
 
 
 @pytest.mark.hostile("leftovers")
@@ -902,9 +878,6 @@ async def test_a_long_chain_of_processes_is_walked_without_recursion() -> None:
         top.wait()
         for pid in found:
             os.kill(pid, 9)
-
-
-# -- what honest code needs ------------------------------------------------------------------------
 
 
 async def test_a_call_behind_the_walls_costs_what_it_cost_before(tmp_path: Path) -> None:
