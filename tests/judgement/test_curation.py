@@ -63,6 +63,9 @@ plans = st.builds(
 )
 
 
+ALIKE = [attempt(0, said="same"), attempt(1, reward=2.0, said="same"), attempt(2)]
+
+
 def keys(curated: Curated) -> tuple[list[Any], list[Any]]:
     return [each.key for each in curated.train], [each.key for each in curated.holdout]
 
@@ -147,40 +150,47 @@ def test_each_selection_takes_what_it_says(select: Select, max_per_task: int | N
     assert {each.index for each in curated.train} == chosen
 
 
-def test_one_threshold_decides_for_the_filter_and_for_the_selection():
-    some = [attempt(0, reward=0.6), attempt(1, reward=0.4), attempt(2, "t1", reward=0.4)]
-    assert not curate(some, CurationPlan(keep=compile_filter("solved")), NOTHING).train
-    curated = curate(some, CurationPlan(keep=compile_filter("solved"), success_threshold=0.5), NOTHING)
-    assert [each.index for each in curated.train] == [0]
-    assert (curated.counts.filtered, curated.counts.sometimes_solved) == (1, 1)
-
-
-def test_an_attempt_that_the_environment_failed_counts_neither_for_nor_against_its_task():
-    some = [attempt(0), attempt(1, reward=0.0, error=FAILURE)]
-    curated = curate(some, CurationPlan(keep=compile_filter("avg == 1 and n == 1")), NOTHING)
-    assert (len(curated.train), curated.counts.errors) == (1, 1)
-
-
-def test_too_few_attempts_for_pass_at_k_are_counted_and_do_not_pass():
-    some = [attempt(n) for n in range(3)] + [attempt(n, "t1") for n in range(3, 7)]
-    curated = curate(some, CurationPlan(keep=compile_filter("pass@4 > 0")), NOTHING)
-    assert {each.task_id for each in curated.train} == {"t1"}
-    assert (curated.counts.insufficient, curated.counts.filtered) == (1, 0)
-
-
-def test_an_answer_that_was_cut_off_counts_for_its_task_and_is_not_learnt():
-    some = [attempt(0), attempt(1, truncated=True), attempt(2, said=" ")]
-    curated = curate(some, CurationPlan(keep=compile_filter("n == 3")), NOTHING)
-    assert [each.index for each in curated.train] == [0]
-    assert curated.counts.truncated == 2
-
-
-def test_the_same_words_are_kept_once_and_those_rewarded_best():
-    some = [attempt(0, reward=1.0, said="same"), attempt(1, reward=2.0, said="same"), attempt(2)]
-    curated = curate(some, CurationPlan(), NOTHING)
-    assert {each.index for each in curated.train} == {1, 2}
-    assert curated.counts.duplicates == 1
-    assert len(curate(some, CurationPlan(deduplicate=False), NOTHING).train) == 3
+@pytest.mark.parametrize(
+    ("keep", "some", "fields", "chosen", "counted"),
+    [
+        # One threshold decides for the filter and for the selection.
+        ("solved", [attempt(0, reward=0.6), attempt(1, "t1", reward=0.4)], {}, [], {"filtered": 2}),
+        (
+            "solved",
+            [attempt(0, reward=0.6), attempt(1, reward=0.4), attempt(2, "t1", reward=0.4)],
+            {"success_threshold": 0.5},
+            [0],
+            {"filtered": 1, "sometimes_solved": 1},
+        ),
+        # What the environment failed counts neither for nor against its task.
+        ("avg == 1 and n == 1", [attempt(0), attempt(1, reward=0.0, error=FAILURE)], {}, [0], {"errors": 1}),
+        (
+            "pass@4 > 0",
+            [attempt(n) for n in range(3)] + [attempt(n, "t1") for n in range(3, 7)],
+            {},
+            [3, 4, 5, 6],
+            {"insufficient": 1, "filtered": 0},
+        ),
+        # An answer that was cut off counts for its task and is not learnt.
+        ("n == 3", [attempt(0), attempt(1, truncated=True), attempt(2, said=" ")], {}, [0], {"truncated": 2}),
+        # Tasks of two splits with one id are two.
+        (
+            None,
+            [attempt(0, reward=0.0), attempt(1, split="eval")],
+            {"select": "all", "allow_eval_tasks": True},
+            [0, 1],
+            {"never_solved": 1, "always_solved": 1},
+        ),
+        (None, ALIKE, {}, [1, 2], {"duplicates": 1}),  # those rewarded best stay
+        (None, ALIKE, {"deduplicate": False}, [0, 1, 2], {"duplicates": 0}),
+    ],
+)
+def test_attempts_count_for_their_task_and_are_chosen(
+    keep: str | None, some: list[StoredAttempt], fields: dict[str, Any], chosen: list[int], counted: dict[str, int]
+):
+    curated = curate(some, CurationPlan(keep=compile_filter(keep) if keep else None, **fields), NOTHING)
+    assert sorted(each.index for each in curated.train) == chosen
+    assert {name: getattr(curated.counts, name) for name in counted} == counted
 
 
 # -- agents ----------------------------------------------------------------------------------------
@@ -276,12 +286,6 @@ def test_a_task_of_the_eval_split_is_known_by_any_of_its_marks(held_out: HeldBac
     assert (len(curated.train), curated.counts.eval_tasks) == (int(not refused), int(refused))
     allowed = curate([attempt(0, split=split)], CurationPlan(allow_eval_tasks=True), held_out)
     assert (len(allowed.train), allowed.counts.eval_tasks) == (1, int(refused))
-
-
-def test_tasks_of_two_splits_with_one_id_are_two_tasks():
-    some = [attempt(0, reward=0.0), attempt(1, split="eval")]
-    curated = curate(some, CurationPlan(select="all", allow_eval_tasks=True), NOTHING)
-    assert (curated.counts.never_solved, curated.counts.always_solved) == (1, 1)
 
 
 # -- rows ------------------------------------------------------------------------------------------

@@ -6,18 +6,15 @@ from flash_mcp.state.store import open_store
 from tests.samples import finished_run, queued_run, started_run
 
 
-def test_the_terminal_curve_shows_all_three_series_and_no_colour_codes(tmp_path: Path):
-    text = curve.terminal(open_store().curve(finished_run(tmp_path).id), width=80, height=16)
+def test_a_curve_shows_all_three_series_and_the_intervals_of_held_out_points(tmp_path: Path):
+    found = open_store().curve(finished_run(tmp_path, solved=50).id)
+    assert [(point.step, point.success) for point in found.held_out] == [(0, 0.2), (20, 0.5)]
+    assert found.held_out[1].interval == statistics.wilson(50, 100)
+    text = curve.terminal(found, width=80, height=16)
     assert all(label in text for label in ("reward", "success", "held-out success", "step"))
-    assert "\x1b" not in text
-    assert max(map(len, text.splitlines())) <= 80
-
-
-def test_the_picture_is_a_png_of_some_size(tmp_path: Path):
-    picture = curve.png(open_store().curve(finished_run(tmp_path).id))
-    assert picture.startswith(b"\x89PNG\r\n")
-    width, height = struct.unpack(">II", picture[16:24])
-    assert (width, height) == (960, 540)
+    assert "\x1b" not in text and max(map(len, text.splitlines())) <= 80
+    picture = curve.png(found)
+    assert picture.startswith(b"\x89PNG\r\n") and struct.unpack(">II", picture[16:24]) == (960, 540)
 
 
 def test_a_fine_tuning_run_has_a_curve_of_its_losses(tmp_path: Path):
@@ -53,9 +50,3 @@ def test_an_evaluation_whose_attempts_all_failed_is_no_point(tmp_path: Path):
     points = open_store().curve(run_id)
     assert [point.step for point in points.held_out] == [0, 20]
     assert "held-out" in curve.terminal(points) and curve.png(points).startswith(b"\x89PNG")
-
-
-def test_held_out_points_carry_their_interval(tmp_path: Path):
-    points = open_store().curve(finished_run(tmp_path, solved=50).id).held_out
-    assert [(point.step, point.success) for point in points] == [(0, 0.2), (20, 0.5)]
-    assert points[1].interval == statistics.wilson(50, 100)

@@ -23,9 +23,6 @@ def scipy_stats() -> Any:
     return importlib.import_module("scipy.stats")
 
 
-COUNTS = [(0, 1), (0, 10), (1, 10), (5, 10), (10, 10), (37, 200), (199, 200), (500, 1000)]
-
-
 @pytest.mark.slow
 def test_the_interval_of_a_mean_is_scipys(scipy_stats: Any):
     values: list[float] = [0.2, 0.5, 0.9, 0.4, 0.6, 0.1, 0.8, 0.3]
@@ -36,16 +33,13 @@ def test_the_interval_of_a_mean_is_scipys(scipy_stats: Any):
         assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), rel=1e-6)
 
 
-def test_the_quantile_of_t_is_scipys(scipy_stats: Any):
+def test_wilsons_interval_and_the_quantile_of_t_are_scipys(scipy_stats: Any):
+    for successes, count in ((0, 1), (0, 10), (1, 10), (5, 10), (10, 10), (37, 200), (199, 200), (500, 1000)):
+        theirs = scipy_stats.binomtest(successes, count).proportion_ci(method="wilson")
+        ours = statistics.wilson(successes, count)
+        assert (ours.low, ours.high) == (pytest.approx(theirs.low), pytest.approx(theirs.high))
     for freedom in (10, 11, 20, 100, 1000):
         assert statistics.t95(freedom) == pytest.approx(scipy_stats.t.ppf(0.975, freedom), abs=0.003)
-
-
-@pytest.mark.parametrize(("successes", "count"), COUNTS)
-def test_wilsons_interval_is_scipys(scipy_stats: Any, successes: int, count: int):
-    theirs = scipy_stats.binomtest(successes, count).proportion_ci(method="wilson")
-    ours = statistics.wilson(successes, count)
-    assert (ours.low, ours.high) == (pytest.approx(theirs.low), pytest.approx(theirs.high))
 
 
 @pytest.mark.parametrize(
@@ -59,11 +53,9 @@ def test_wilsons_interval_is_the_one_that_newcombe_printed(successes: int, count
 
 
 def test_one_attempt_a_task_is_wilsons_interval():
-    assert statistics.success_interval([[True]] * 30 + [[False]] * 70) == statistics.wilson(30, 100)
-
-
-def test_repeating_an_attempt_that_always_comes_out_alike_tells_nothing_new():
     once = statistics.success_interval([[True]] * 30 + [[False]] * 70)
+    assert once == statistics.wilson(30, 100)
+    # Repeating an attempt that always comes out alike tells nothing new.
     often = statistics.success_interval([[True] * 8] * 30 + [[False] * 8] * 70)
     assert often.high - often.low == pytest.approx(once.high - once.low, rel=0.02)
 
@@ -96,14 +88,10 @@ def test_pass_at_k_is_the_share_of_draws_of_k_with_a_success(scipy_stats: Any, c
     assert statistics.pass_at_k(attempts, correct, k) == pytest.approx(1 - missed, abs=1e-9)
 
 
-def test_pass_at_one_is_the_success_rate():
-    assert statistics.pass_at_k(10, 3, 1) == pytest.approx(0.3)
-
-
-@pytest.mark.parametrize("k", [0, -1, 5])
-def test_pass_at_more_than_was_attempted_cannot_be_told(k: int):
-    with pytest.raises(ValueError, match="4 attempts"):
-        statistics.pass_at_k(4, 1, k)
+def test_pass_at_more_than_was_attempted_cannot_be_told():
+    for k in (0, -1, 5):
+        with pytest.raises(ValueError, match="4 attempts"):
+            statistics.pass_at_k(4, 1, k)
 
 
 @given(st.integers(0, 200), st.integers(0, 200))
