@@ -36,8 +36,7 @@ def test_wait_ends_with_the_runs_own_exit_code(state: str, code: int, tmp_path: 
         queue.finish(open_store(), run.id, run.attempt, state)
         assert main.main(["wait", run.id, "--json"]) == code
     captured = capsys.readouterr()
-    assert json.loads(captured.out)["run"]["state"] == state
-    assert captured.err == ""
+    assert json.loads(captured.out)["run"]["state"] == state and captured.err == ""
 
 
 def test_follow_of_seeds_follows_each_and_ends_with_the_worst_exit_code(tmp_path: Path, capsys):
@@ -85,8 +84,7 @@ def test_ctrl_c_while_a_deployment_starts_says_that_it_goes_on(tmp_path: Path):
         with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as waiting:
             wait_for(store.deployments)
             waiting.send_signal(signal.SIGINT)
-            assert "goes on" in waiting.communicate(timeout=WAIT_S)[1]
-            assert waiting.returncode == 130
+            assert "goes on" in waiting.communicate(timeout=WAIT_S)[1] and waiting.returncode == 130
         assert store.deployments()[0].state == "starting"
 
 
@@ -126,8 +124,7 @@ def test_a_fine_tuning_run_is_followed_by_its_losses_and_its_held_out_success(tm
 def test_errors_are_json_where_results_are(capsys: pytest.CaptureFixture[str]):
     assert main.main(["wait", "run-none", "--json"]) == 1
     error = json.loads(capsys.readouterr().err)["error"]
-    assert error["code"] == "unknown_run"
-    assert error["fix"]
+    assert error["code"] == "unknown_run" and error["fix"]
 
 
 def test_a_terminal_shows_the_curve_and_ctrl_c_only_detaches(tmp_path: Path):

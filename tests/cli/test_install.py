@@ -49,8 +49,7 @@ def test_an_agents_own_command_adds_the_server_and_a_refusal_says_what_to_add(
     server = {"type": "stdio", **entry()}
     named = json.dumps({"name": "flash", **server})
     words = {"home": server["env"]["FLASH_HOME"], "script": server["command"], "entry": named}
-    assert not install(client, write=False).done and not calls.exists()
-    assert install(client).done
+    assert not install(client, write=False).done and not calls.exists() and install(client).done
     assert calls.read_text().splitlines() == [
         word.format(**words, server=json.dumps(server)) for word in command.split()
     ]

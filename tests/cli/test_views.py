@@ -55,8 +55,7 @@ def test_colours_are_for_terminals_only(tmp_path: Path, capsys: pytest.CaptureFi
     as_terminal(monkeypatch)
     coloured = printed(capsys, "status", run.id)
     assert not COLOUR.search(plain)
-    assert coloured.startswith("\033[32m20 % ")
-    assert COLOUR.sub("", coloured) == plain
+    assert coloured.startswith("\033[32m20 % ") and COLOUR.sub("", coloured) == plain
     monkeypatch.setenv("NO_COLOR", "1")
     assert printed(capsys, "status", run.id) == plain
 
@@ -67,8 +66,7 @@ def test_a_foreign_text_can_colour_nothing(tmp_path: Path, capsys: pytest.Captur
     read_in(open_store(), run.id)
     as_terminal(monkeypatch)
     text = printed(capsys, "rollouts", run.id)
-    assert "␛[31mred␛[0m" in text
-    assert "           and more" in text.splitlines()
+    assert "␛[31mred␛[0m" in text and "           and more" in text.splitlines()
 
 
 def test_a_run_that_waits_is_followed_by_one_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -33,8 +33,7 @@ def test_the_verdict_on_successes_of_the_same_tasks(won: int, lost: int, same: i
     found = paired(won, lost, same)
     assert (found.outcome, found.test) == (outcome, "mcnemar_exact")
     assert found.p == statistics.mcnemar(won, lost)
-    assert (found.decide_n is not None) == (outcome == "underpowered")
-    assert "McNemar" in found.explanation
+    assert (found.decide_n is not None) == (outcome == "underpowered") and "McNemar" in found.explanation
 
 
 def test_one_of_several_looks_is_judged_more_strictly():
@@ -158,8 +157,7 @@ def test_the_verdict_says_of_how_many_kinds_the_tasks_are_and_what_that_costs():
 
 def test_different_tasks_are_compared_by_noise_bands():
     found = comparison.compare_unpaired([1.0] * 40 + [0.0] * 160, [1.0] * 100 + [0.0] * 100, effect=0.05)
-    assert (found.outcome, found.test) == ("improved", "noise_band")
-    assert "noise band" in found.explanation
+    assert (found.outcome, found.test) == ("improved", "noise_band") and "noise band" in found.explanation
     again = comparison.compare_unpaired([1.0] * 4 + [0.0] * 16, [1.0] * 8 + [0.0] * 12, effect=0.05)
     assert again.outcome == "underpowered" and "on each side" in again.explanation
     # Textbook size for 20 % against 40 % at 80 % power is 79 to 82 a side; ours smooths the shares
@@ -236,8 +234,7 @@ def test_figures_of_tasks_that_were_trained_on_are_no_verdict():
 def test_what_is_sent_is_rounded_and_what_is_judged_is_not():
     change = paired(12, 1, 87)
     sent = change.model_dump(mode="json")
-    assert sent["low"] == round(change.low, 4) != change.low
-    assert sent["p"] == 0.00342 and "decide_n" not in sent
+    assert sent["low"] == round(change.low, 4) != change.low and sent["p"] == 0.00342 and "decide_n" not in sent
 
 
 @pytest.mark.parametrize(
@@ -257,8 +254,7 @@ def test_the_verdict_says_when_one_constant_answer_does_as_well(success: float, 
     trained = Evaluation(step=9, epoch=1, time=0.0, summary=summary, constant="Yes")
     change = comparison.compare_paired([0.0] * 100, [1.0] * 70 + [0.0] * 30, effect=0.05)
     verdict = comparison.verdict(change, None, trained)
-    assert verdict.outcome == "improved"
-    assert said in verdict.explanation
+    assert verdict.outcome == "improved" and said in verdict.explanation
     assert ("always" in verdict.explanation) == bool(said)
 
 

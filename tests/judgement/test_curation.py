@@ -80,8 +80,7 @@ def test_every_attempt_and_every_task_is_accounted_for(some: list[StoredAttempt]
     distinct = told_apart(some)
     curated = curate([*distinct, *distinct[:3]], plan, NOTHING)
     counts, rows = curated.counts, curated.train + curated.holdout
-    assert counts.attempts - counts.repeated == len(distinct)
-    assert counts.repeated == len(distinct[:3])
+    assert counts.attempts - counts.repeated == len(distinct) and counts.repeated == len(distinct[:3])
     assert counts.eval_attempts == sum(each.split == "eval" for each in distinct)
     assert counts.tasks == counts.always_solved + counts.sometimes_solved + counts.never_solved
     done = counts.insufficient + counts.filtered + counts.unselected + counts.train_tasks + counts.holdout_tasks
@@ -109,8 +108,7 @@ def test_neither_order_nor_repetition_changes_the_result(
     shuffled = [*some, *some]
     chance.shuffle(shuffled)
     first, again = curate(some, plan, NOTHING), curate(shuffled, plan, NOTHING)
-    assert keys(first) == keys(again)
-    assert again.counts.repeated == len(some)
+    assert keys(first) == keys(again) and again.counts.repeated == len(some)
 
 
 @given(attempts, st.sampled_from([0.0, 0.2, 0.7]))
@@ -261,8 +259,7 @@ def test_the_best_attempt_keeps_what_a_better_one_of_another_task_does_not_teach
 def test_an_eval_prompt_in_any_conversation_keeps_the_attempt_out():
     held_out = HeldBack(prompts=[task_of([{"content": "Work"}])])
     curated = curate([team(0), attempt(1)], CurationPlan(), held_out)
-    assert [item.index for item in curated.train] == [1]
-    assert curated.counts.eval_attempts == 1
+    assert [item.index for item in curated.train] == [1] and curated.counts.eval_attempts == 1
 
 
 # -- contamination ---------------------------------------------------------------------------------

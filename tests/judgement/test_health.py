@@ -53,8 +53,7 @@ def test_noise_alone_seldom_counts_as_a_falling_reward():
 
 
 def test_a_sparkline_goes_from_the_least_to_the_greatest_value():
-    assert health.sparkline([0, 1]) == "▁█"
-    assert health.sparkline([5, 5, 5]) == "▁▁▁"
+    assert health.sparkline([0, 1]) == "▁█" and health.sparkline([5, 5, 5]) == "▁▁▁"
     assert health.sparkline([]) == ""
 
 
@@ -249,8 +248,7 @@ def test_a_reward_that_rises_by_shortening_is_a_problem_unless_success_bears_it_
 )
 def test_one_line_says_whether_the_run_is_worth_continuing(metrics: list[dict[str, float | None]], begins: str):
     line = health.outlook(metrics, health.flags(metrics))
-    assert line.startswith(begins)
-    assert "\n" not in line
+    assert line.startswith(begins) and "\n" not in line
 
 
 def test_a_distillation_is_judged_by_its_distance_from_the_teacher():

@@ -142,8 +142,7 @@ def test_the_bootstrap_interval_is_scipys_but_for_the_draws(scipy_stats: Any, va
     # the next mean of the other. So ours has to lie between nearby quantiles of theirs, as 0.010
     # and 0.040 for 0.025.
     least, low, high, most = np.quantile(theirs, [0.010, 0.040, 0.960, 0.990])
-    assert least - 1e-9 <= ours.low <= low + 1e-9
-    assert high - 1e-9 <= ours.high <= most + 1e-9
+    assert least - 1e-9 <= ours.low <= low + 1e-9 and high - 1e-9 <= ours.high <= most + 1e-9
 
 
 def test_the_size_that_is_needed_has_the_power_that_was_promised():

@@ -139,8 +139,7 @@ def test_too_few_attempts_make_unknown_only_what_depends_on_them(text: str, pass
 def test_what_is_not_of_the_language_is_refused_with_what_is_expected(text: str, expected: str):
     with pytest.raises(FlashError) as caught:
         compile_filter(text)
-    assert caught.value.code == "invalid_argument"
-    assert caught.value.fix
+    assert caught.value.code == "invalid_argument" and caught.value.fix
     assert expected in str(caught.value)
 
 
@@ -189,8 +188,7 @@ def test_no_text_executes_anything_and_every_filter_that_is_accepted_evaluates(
         try:
             answers.append(compile_filter(text)(task))
         except FlashError as error:
-            assert error.code == "invalid_argument"
-            assert error.fix
+            assert error.code == "invalid_argument" and error.fix
 
     assert audited(use) <= {"compile"}  # ast.parse, which only reads
     assert all(answer in (True, False, None) for answer in answers)

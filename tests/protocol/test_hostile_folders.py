@@ -255,8 +255,7 @@ def test_links_in_a_shared_folder_lead_nowhere(honest: Files, tmp_path: Path) ->
         (root / name).symlink_to(outside / "secret")
     (root / "checkpoints" / "5").symlink_to(outside)
     (root / "sealed").symlink_to(outside)
-    assert folder.log_tail(1) == "" and folder.beat() is None
-    assert folder.event("0001-000000.json") is None
+    assert folder.log_tail(1) == "" and folder.beat() is None and folder.event("0001-000000.json") is None
     assert "link" in folder.damaged["beat.json"]
     with pytest.raises(FlashError, match="artifact_damaged"):
         folder.put_sealed(1, b"sealed")
@@ -293,8 +292,7 @@ def test_a_file_in_a_store_is_read_up_to_the_limit_of_local_ones(honest: Files) 
     url = f"memory://{uuid4().hex}/{RUN_FOLDERS}/{RUN_ID}"
     write({**honest, "result.1.json": b" " * (1 << 20) + honest["result.1.json"]}, url)
     folder = RunFolder(url)
-    assert folder.read("result.1.json", 1 << 20) is None
-    assert "more than" in folder.damaged["result.1.json"]
+    assert folder.read("result.1.json", 1 << 20) is None and "more than" in folder.damaged["result.1.json"]
     write({"beat.json": b" " * (2 << 20) + honest["beat.json"]}, url)
     assert read_beats([folder]) == [None]
 
@@ -319,5 +317,4 @@ def test_brackets_in_texts_are_no_objects(tmp_path: Path, monkeypatch: pytest.Mo
     writer.rollouts(1, rows)
     writer.evaluation(1, {}, rows)
     folder = RunFolder(tmp_path)
-    assert list(folder.rollouts(1)) == rows
-    assert (folder.evaluation(1) or {})["rollouts"] == rows
+    assert list(folder.rollouts(1)) == rows and (folder.evaluation(1) or {})["rollouts"] == rows

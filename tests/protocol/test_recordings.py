@@ -52,8 +52,7 @@ def test_lines_become_conversations_without_a_reward(tmp_path: Path) -> None:
     assert [message["content"] for message in first.messages] == ["a", "A"]
     assert (first.turns, first.prompt_messages, first.answers) == (1, 1, ["A"])
     assert (first.prompt_tokens, first.completion_tokens, first.finish) == (3, 2, "done")
-    assert (cut.truncated, cut.finish) == (True, "length")
-    assert first.task_id == again.task_id != cut.task_id
+    assert (cut.truncated, cut.finish) == (True, "length") and first.task_id == again.task_id != cut.task_id
     assert [row.index for row in (first, cut, again)] == [0, 1, 2]
 
 

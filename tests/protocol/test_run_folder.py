@@ -217,8 +217,7 @@ def test_an_empty_folder_has_nothing_to_say(folder: RunFolder) -> None:
         [],
         [],
     )
-    assert folder.checkpoints.newest_good() is None
-    assert folder.log_tail(1) == ""
+    assert folder.checkpoints.newest_good() is None and folder.log_tail(1) == ""
     with pytest.raises(FlashError, match="unknown_run"):
         folder.job()
 
@@ -311,8 +310,7 @@ def test_a_step_written_again_replaces_itself_and_shows_a_new_version(folder: Ru
     before = folder.metric_steps()
     writer.metrics(1, {"loss": 2.5})
     after = folder.metric_steps()
-    assert list(after) == [1]
-    assert after != before
+    assert list(after) == [1] and after != before
     assert (folder.metrics(1) or {})["metrics"] == {"loss": 2.5}
 
 
@@ -324,8 +322,7 @@ def test_not_a_number_is_refused_rather_than_written_as_broken_json(folder: RunF
 
 def test_a_checkpoint_is_whole_and_verified(folder: RunFolder, tmp_path: Path) -> None:
     manifest = RunWriter(folder, 1).commit_checkpoint(10, adapter(tmp_path), {"reward/mean": 0.5})
-    assert folder.checkpoints.steps() == [10]
-    assert folder.checkpoints.verify(10) == manifest
+    assert folder.checkpoints.steps() == [10] and folder.checkpoints.verify(10) == manifest
     assert manifest["size_bytes"] == len(b"weights") + len(b"moments")
     assert set(manifest["files"]) == {"adapter.bin", "optimizer/state.bin"}
     fetched = folder.checkpoints.fetch(10, tmp_path / "fetched")
@@ -346,8 +343,7 @@ def test_the_same_checkpoint_written_twice_is_the_newer(folder: RunFolder, tmp_p
     writer = RunWriter(folder, 1)
     old = writer.commit_checkpoint(10, adapter(tmp_path, b"old"), {})
     new = writer.commit_checkpoint(10, adapter(tmp_path, b"new"), {})
-    assert folder.checkpoints.verify(10) == new != old
-    assert folder.checkpoints.steps() == [10]
+    assert folder.checkpoints.verify(10) == new != old and folder.checkpoints.steps() == [10]
 
 
 def test_a_store_that_is_away_damages_no_checkpoint(folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -437,16 +433,14 @@ def test_what_nobody_reads_can_be_deleted_and_the_rest_stays(folder: RunFolder, 
     assert before - set(folder.sizes()) == {"metrics/2.1.json", "evals/3/0001-000000", "checkpoints/7/1-9/weights"}
     folder.checkpoints.remove(1)
     folder.checkpoints.remove(5)
-    assert folder.checkpoints.steps() == [2]
-    assert folder.checkpoints.newest_good() == 2
+    assert folder.checkpoints.steps() == [2] and folder.checkpoints.newest_good() == 2
 
 
 def test_the_tail_of_a_log_is_its_end(folder: RunFolder) -> None:
     folder.create({})
     filesystem, root = file_system(folder)
     filesystem.pipe_file(f"{root}/log.2", b"first line\n" * 1000 + b"last line\n")
-    assert folder.log_tail(2, 15).endswith("line\nlast line\n")
-    assert len(folder.log_tail(2, 15)) == 15
+    assert folder.log_tail(2, 15).endswith("line\nlast line\n") and len(folder.log_tail(2, 15)) == 15
 
 
 def test_a_pipe_in_the_place_of_a_log_is_not_waited_for(tmp_path: Path) -> None:
@@ -607,8 +601,7 @@ def test_a_file_of_another_step_or_with_a_damaged_line_is_damaged(tmp_path: Path
     writer = RunWriter(folder, 1)
     writer.metrics(3, {"loss": 0.5})
     Path(tmp_path, "metrics", "3.1.json").rename(tmp_path / "metrics" / "4.1.json")
-    assert folder.metrics(4) is None
-    assert folder.damaged == {"metrics/4.1.json": "it is of step 3"}
+    assert folder.metrics(4) is None and folder.damaged == {"metrics/4.1.json": "it is of step 3"}
 
     writer.rollouts(3, [{"index": 0, "reward": 1.0}, {"index": 1, "reward": 0.5}])
     path = tmp_path / "rollouts" / "3.1.jsonl"

@@ -70,16 +70,14 @@ def test_values_from_a_file_are_told_from_arguments():
 def test_a_value_that_cannot_work_is_refused_by_name(fields: dict[str, object], named: str):
     with pytest.raises(FlashError) as caught:
         validate(fields)
-    assert caught.value.code == "invalid_argument"
-    assert named in caught.value.what
+    assert caught.value.code == "invalid_argument" and named in caught.value.what
 
 
 def test_several_wrong_fields_are_explained_one_a_line():
     with pytest.raises(FlashError) as caught:
         validate({"environment": "e", "steps": 0, "group_size": 0})
     lines = caught.value.what.strip().splitlines()
-    assert [line.partition(":")[0] for line in lines] == ["steps", "group_size"]
-    assert "got 0" in lines[0]
+    assert [line.partition(":")[0] for line in lines] == ["steps", "group_size"] and "got 0" in lines[0]
 
 
 def test_a_wrong_algorithm_is_the_only_error_that_it_causes():
@@ -158,8 +156,7 @@ def test_the_default_learning_rate_falls_with_the_size_that_a_models_name_tells(
     assert parameters_in_name(unpinned(name)[0]) == parameters
     for algorithm, rate in (("grpo", grpo), ("sft", sft)):
         resolved = resolve(RunSpec(environment="e", algorithm=algorithm), parameters=parameters)
-        assert resolved.spec.learning_rate == rate
-        assert resolved.sources["learning_rate"] == "recipe"
+        assert resolved.spec.learning_rate == rate and resolved.sources["learning_rate"] == "recipe"
     own = resolve(RunSpec(environment="e", learning_rate=1e-3), parameters=parameters)
     assert own.spec.learning_rate == 1e-3
 

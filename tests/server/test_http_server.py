@@ -227,8 +227,7 @@ async def test_two_owners_may_use_the_same_names_keys_and_files(team: Team, mode
             assert (again["run_id"], again["created"]) == (runs[owner]["run_id"], False)
     rows = {row.id: row for row in open_store().runs()}
     for owner, body in runs.items():
-        assert rows[body["run_id"]].owner == owner
-        assert f"@{owner}" in rows[body["run_id"]].environment_path
+        assert rows[body["run_id"]].owner == owner and f"@{owner}" in rows[body["run_id"]].environment_path
 
 
 async def test_the_local_owner_deploys_for_the_owner_of_the_run(things: dict[str, dict[str, str]]):
@@ -281,8 +280,7 @@ async def test_paths_of_the_server_read_like_paths_that_do_not_exist_in_every_ar
             refused += code_of(found) == "local_only"
         assert refused >= 5
         text = text_of(await bob.call_tool("train", {"environment": "bob-env", "config": str(there / "a.toml")}))
-        assert code_of(text) == "local_only"
-        assert "give the fields of the file as arguments" in text
+        assert code_of(text) == "local_only" and "give the fields of the file as arguments" in text
 
 
 @pytest.mark.parametrize("template", ["calculator", "sort_words"])
@@ -375,14 +373,12 @@ async def test_a_read_only_token_starts_no_process_and_hands_no_secret_over(
                 given = {**dict.fromkeys(required, "none"), **given, "message": "hello"}
                 await bob.call_tool(tool.name, {n: given[n] for n in given if n in parameters})
             blocked = text_of(await bob.call_tool("status", {"run_id": things["run_id"]}))
-            assert not is_supervised(flash_home)
-            assert not (flash_home / "supervisor.log").exists()
+            assert not is_supervised(flash_home) and not (flash_home / "supervisor.log").exists()
             with supervised():
                 waits = text_of(await bob.call_tool("status", {"run_id": things["run_id"]}))
     assert "[not_ready] no supervisor runs" in blocked
     assert "[secret_missing" in waits
-    assert "names" in asked
-    assert "values" not in asked
+    assert "names" in asked and "values" not in asked
 
 
 @pytest.mark.hostile("other owners")
@@ -417,8 +413,7 @@ def test_nothing_but_health_answers_without_a_valid_token(team: Team, path: str)
     for header in ("", f"Bearer {text}", f"Bearer {revoked}", "Bearer", "Basic Ym9iOg==", "Bearer flash_" + "x" * 43):
         with team.http(authorization=header) as http:
             answer = http.request("PUT" if "env" in path else "GET", path)
-        assert answer.status_code == 401
-        assert answer.headers["www-authenticate"].startswith("Bearer")
+        assert answer.status_code == 401 and answer.headers["www-authenticate"].startswith("Bearer")
         assert code_of(answer.json()["error"]["message"]) == "unauthenticated"
     with team.http() as http:
         health = http.get("/healthz", headers={"host": "whatever"})
@@ -460,14 +455,12 @@ def test_tokens_are_made_listed_and_revoked_by_commands_and_kept_nowhere(capsys,
         assert path.is_dir() or text.encode() not in path.read_bytes()
     assert main.main(["token", "list"]) == 0
     listed = capsys.readouterr().out
-    assert "alice" in listed
-    assert text not in listed
+    assert "alice" in listed and text not in listed
     assert main.main(["token", "list", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["id"] == found["id"]
     assert main.main(["token", "revoke", found["id"]]) == 0
     assert tokens.find(open_store(), tokens.digest_of(text)) is None
-    assert main.main(["token", "revoke", "alice"]) == 2
-    assert main.main(["token", "create", "local"]) == 2
+    assert main.main(["token", "revoke", "alice"]) == 2 and main.main(["token", "create", "local"]) == 2
 
 
 # -- protection and limits -------------------------------------------------------------------------
@@ -522,8 +515,7 @@ async def test_too_many_requests_are_refused_with_the_time_to_wait(flash_home: P
         with team.http(team.token("bob")) as bob:
             answers = [bob.get("/metrics") for _ in range(30)]
         refused = [answer for answer in answers if answer.status_code == 429]
-        assert refused
-        assert not any(answer in refused for answer in answers[:12])
+        assert refused and not any(answer in refused for answer in answers[:12])
         assert all(1 <= int(answer.headers["retry-after"]) <= 5 for answer in refused)
 
 
@@ -531,8 +523,7 @@ async def test_too_many_requests_are_refused_with_the_time_to_wait(flash_home: P
 def test_a_body_that_is_too_large_is_refused_with_the_way_to_send_it(team: Team):
     with team.http(team.token("alice")) as http:
         answer = http.post("/mcp", content=b"x" * (4 * 2**20 + 1))
-    assert answer.status_code == 413
-    assert "PUT /environments/NAME" in answer.json()["error"]["message"]
+    assert answer.status_code == 413 and "PUT /environments/NAME" in answer.json()["error"]["message"]
 
 
 async def test_queued_runs_and_stored_bytes_have_a_limit_for_each_owner(flash_home: Path):
@@ -646,8 +637,7 @@ def test_a_server_on_loopback_asks_for_the_token_of_the_machines_own_user(flash_
         for text in (None, "x", token[:-1], "flash_" + "x" * 43):
             with Team(port).http(text) as http:
                 refused = http.post("/mcp", json={})
-            assert refused.status_code == 401
-            assert tokens.LOCAL_TOKEN in refused.text
+            assert refused.status_code == 401 and tokens.LOCAL_TOKEN in refused.text
         anyio.run(names_its_settings_secrets_only, Team(port), token)
     assert tokens.local_token(flash_home) == token, "it is made once"
 
@@ -656,8 +646,7 @@ async def names_its_settings_secrets_only(team: Team, token: str) -> None:
     push: dict[str, Any] = {"name": "echo", "files": {"environment.py": ENVIRONMENT}}
     async with team.client(token) as client:
         refused = text_of(await client.call_tool("env_push", {**push, "secrets": ["OTHERS"]}))
-        assert code_of(refused) == "invalid_argument"
-        assert "settings.toml" in refused
+        assert code_of(refused) == "invalid_argument" and "settings.toml" in refused
         assert body_of(await client.call_tool("env_push", {**push, "secrets": ["ALLOWED"]}))["created"]
 
 
@@ -684,8 +673,7 @@ def serving_everywhere(port: int) -> Generator[subprocess.Popen[bytes]]:
         try:
             assert server.stderr is not None
             said = server.stderr.readline() + server.stderr.readline()
-            assert b"Authorization: Bearer" in said
-            assert b"flash-mcp token create NAME" in said
+            assert b"Authorization: Bearer" in said and b"flash-mcp token create NAME" in said
             with httpx.Client(trust_env=False, timeout=60, transport=httpx.HTTPTransport(retries=10)) as http:
                 assert http.get(f"http://127.0.0.1:{port}/healthz").text == "ok\n"
             yield server

@@ -44,8 +44,7 @@ async def client(request: pytest.FixtureRequest) -> AsyncGenerator[Client]:
 
 
 def text_of(result: CallToolResult) -> str:
-    assert len(result.content) == 1
-    assert result.content[0].type == "text"
+    assert len(result.content) == 1 and result.content[0].type == "text"
     return result.content[0].text
 
 
@@ -61,10 +60,8 @@ def body_of(result: CallToolResult) -> dict[str, Any]:
     """The structured content, which has to say the same as the text, compactly and within the limit."""
     text = text_of(result)
     assert not result.is_error, text
-    assert result.structured_content == json.loads(text)
-    assert text == to_text(result.structured_content)
-    assert len(text) <= RESULT_CHARACTERS
-    assert list(json.loads(text))[-1] == "next"
+    assert result.structured_content == json.loads(text) and text == to_text(result.structured_content)
+    assert len(text) <= RESULT_CHARACTERS and list(json.loads(text))[-1] == "next"
     return json.loads(text)
 
 
@@ -73,11 +70,9 @@ def body_of(result: CallToolResult) -> dict[str, Any]:
 
 async def test_every_tool_is_listed_with_schemas_annotations_and_a_description(client: Client):
     listed = {tool.name: tool for tool in (await client.list_tools()).tools}
-    assert list(listed) == list(TOOLS)
-    assert len(listed) <= 16
+    assert list(listed) == list(TOOLS) and len(listed) <= 16
     for tool in listed.values():
-        assert tool.title
-        assert tool.description
+        assert tool.title and tool.description
         hints = tool.annotations
         assert hints is not None
         assert None not in (hints.read_only_hint, hints.destructive_hint, hints.idempotent_hint, hints.open_world_hint)
@@ -85,15 +80,13 @@ async def test_every_tool_is_listed_with_schemas_annotations_and_a_description(c
         for name, field in tool.input_schema["properties"].items():
             assert field.get("description"), f"{tool.name}.{name} has no description"
             assert "type" in field, f"{tool.name}.{name} has no type"
-        assert tool.output_schema is not None
-        assert "next" in tool.output_schema["properties"]
+        assert tool.output_schema is not None and "next" in tool.output_schema["properties"]
 
 
 async def test_schemas_have_no_references_and_no_unions_with_null(client: Client):
     for tool in (await client.list_tools()).tools:
         text = json.dumps([tool.input_schema, tool.output_schema])
-        assert "$ref" not in text
-        assert '{"type": "null"}' not in text
+        assert "$ref" not in text and '{"type": "null"}' not in text
         arguments = json.dumps(tool.input_schema)
         assert "additionalProperties" not in arguments  # which Google's SDK refuses, as the next
         assert "exclusiveM" not in arguments
@@ -118,8 +111,7 @@ def test_a_schema_keeps_properties_that_are_called_title_or_default():
 
 @pytest.mark.needs("tournament")
 async def test_the_instructions_are_short_and_give_the_order_of_work(client: Client):
-    assert client.instructions is not None
-    assert len(client.instructions) < 1000
+    assert client.instructions is not None and len(client.instructions) < 1000
     assert client.instructions.index("env_push") < client.instructions.index("train ->")
 
 
@@ -129,8 +121,7 @@ async def test_the_instructions_are_short_and_give_the_order_of_work(client: Cli
 @pytest.mark.parametrize("name", list(TOOLS))
 async def test_every_tool_refuses_an_argument_that_it_does_not_have(client: Client, name: str):
     result = await client.call_tool(name, {"no_such_argument": 1})
-    assert code_of(result) == "unknown_argument"
-    assert "no_such_argument" in text_of(result)
+    assert code_of(result) == "unknown_argument" and "no_such_argument" in text_of(result)
 
 
 async def test_wrong_values_are_explained_one_field_a_line_without_the_validators_own_words(client: Client):
@@ -138,8 +129,7 @@ async def test_wrong_values_are_explained_one_field_a_line_without_the_validator
     assert code_of(result) == "invalid_argument"
     lines = text_of(result).splitlines()[1:]
     assert [line.partition(":")[0] for line in lines] == ["steps", "group_size", "loss_type"]
-    assert "pydantic" not in text_of(result)
-    assert "Arguments" not in text_of(result)
+    assert "pydantic" not in text_of(result) and "Arguments" not in text_of(result)
 
 
 async def test_a_list_given_as_json_text_is_understood(client: Client):
@@ -224,12 +214,10 @@ async def odd(request: pytest.FixtureRequest) -> AsyncGenerator[Client]:
 
 async def test_a_defect_reaches_the_caller_as_an_id_and_the_log_with_its_traceback(odd: Client, flash_home: Path):
     result = await odd.call_tool("fails", {})
-    assert code_of(result) == "internal"
-    assert "secret detail" not in text_of(result)
+    assert code_of(result) == "internal" and "secret detail" not in text_of(result)
     identity = text_of(result).partition("id=")[2].partition("]")[0].split()[0]
     log = (flash_home / "logs" / "server.log").read_text()
-    assert f"id={identity}" in log
-    assert "ZeroDivisionError: the secret detail" in log
+    assert f"id={identity}" in log and "ZeroDivisionError: the secret detail" in log
     assert "in fails" in log
 
 
@@ -239,8 +227,7 @@ async def test_a_foreseen_failure_reaches_the_caller_word_for_word(odd: Client):
 
 async def test_a_result_that_is_too_long_is_cut_and_says_so(odd: Client):
     body = body_of(await odd.call_tool("talks", {}))
-    assert "characters cut" in body["said"]
-    assert "too long" in body["cut"]
+    assert "characters cut" in body["said"] and "too long" in body["cut"]
 
 
 @pytest.mark.slow
@@ -274,8 +261,7 @@ async def test_progress_reaches_a_client_that_asks_for_it(odd: Client):
         heard.append((progress, message))
 
     await odd.call_tool("reports", {}, progress_callback=hear)
-    assert [message for _, message in heard] == ["at 25%", "at 50%", "at 100%"]
-    assert heard == sorted(heard)
+    assert [message for _, message in heard] == ["at 25%", "at 50%", "at 100%"] and heard == sorted(heard)
 
 
 async def test_progress_without_a_share_is_told_once_a_second_at_most(odd: Client):
@@ -292,8 +278,7 @@ async def test_progress_without_a_share_is_told_once_a_second_at_most(odd: Clien
 def test_fitting_keeps_short_values_and_the_shape():
     body = {"n": 1, "rows": [{"text": "x" * 5000}, {"text": "y" * 50}], "ids": list(range(500)), "next": "go on"}
     fitted = fit(body, 2000)
-    assert len(to_text(fitted)) <= 2000
-    assert (fitted["n"], fitted["next"]) == (1, "go on")
+    assert len(to_text(fitted)) <= 2000 and (fitted["n"], fitted["next"]) == (1, "go on")
     assert fitted["rows"][1] == {"text": "y" * 50}
     assert fit({"n": 1}, 2000) == {"n": 1}
 
@@ -341,10 +326,8 @@ async def test_the_curve_comes_beside_the_report_and_changes_none_of_its_words(c
     run_id = finished_run(tmp_path).id
     plain_report = await client.call_tool("status", {"run_id": run_id})
     report, picture = (await client.call_tool("status", {"run_id": run_id, "curve": True})).content
-    assert report.type == "text"
-    assert report.text == text_of(plain_report)
-    assert picture.type == "image"
-    assert picture.mime_type == "image/png"
+    assert report.type == "text" and report.text == text_of(plain_report)
+    assert picture.type == "image" and picture.mime_type == "image/png"
     assert b64decode(picture.data).startswith(b"\x89PNG")
 
 
@@ -486,5 +469,4 @@ async def test_run_ids_and_steps_with_rollouts_are_completed(mode: str, tmp_path
         assert await complete("run_id", "run-") == [queued, finished]
         assert await complete("run_id", finished[:-1]) == [finished]
         assert await complete("step", "1", run_id=finished) == ["1", *(str(step) for step in range(10, 20))]
-        assert await complete("step", "", run_id="run-none") == []
-        assert await complete("goal", "") == []
+        assert await complete("step", "", run_id="run-none") == [] and await complete("goal", "") == []

@@ -96,8 +96,7 @@ async def test_a_run_is_a_task_under_its_own_id(client: Client, tmp_path: Path):
     with supervised():
         created = await train(client, tmp_path)
         got = await ask(client, "tasks/get", created.task_id)
-    assert created.status == "working"
-    assert created.ttl_ms is None
+    assert created.status == "working" and created.ttl_ms is None
     assert open_store().run(created.task_id).state == "queued"
     assert (got.task_id, got.status) == (created.task_id, "working")
     assert got.status_message == "queued, step 0 of 20"
@@ -126,8 +125,7 @@ async def test_a_client_without_the_extension_gets_plain_results_and_no_task_met
 async def result_of(client: Client, tool: str, task_id: str) -> dict[str, Any]:
     """The structured content of a completed task, which follows the tool's schema."""
     got = await ask(client, "tasks/get", task_id)
-    assert got.status == "completed"
-    assert got.result is not None
+    assert got.status == "completed" and got.result is not None
     await client.session.validate_tool_result(tool, CallToolResult.model_validate(got.result))
     return got.result["structuredContent"]
 
@@ -143,8 +141,7 @@ async def test_the_result_of_a_run_is_what_train_returned_and_how_it_ended(clien
         end(writer, task_id, 20)
         body = await result_of(client, "train", task_id)
     assert (body["run_id"], body["state"]) == (task_id, "succeeded")
-    assert body["run"]["verdict"]["outcome"] == "improved"
-    assert body["run"]["checkpoint"] == 20
+    assert body["run"]["verdict"]["outcome"] == "improved" and body["run"]["checkpoint"] == 20
     assert body["estimate"]["steps"] == 20
 
 
@@ -193,10 +190,8 @@ async def test_polling_a_task_says_what_holds_it_up_and_starts_nothing(
         tasks.append((await call(client, "deploy", run_id=run.id, wait_s=0)).task_id)
     for task_id in tasks:
         got = await ask(client, "tasks/get", task_id)
-        assert got.status == "working"
-        assert got.status_message.startswith("[not_ready] no supervisor runs.")
-    assert not is_supervised(flash_home)
-    assert not (flash_home / "supervisor.log").exists()
+        assert got.status == "working" and got.status_message.startswith("[not_ready] no supervisor runs.")
+    assert not is_supervised(flash_home) and not (flash_home / "supervisor.log").exists()
     monkeypatch.setattr(waiting, "LEAST_FREE_BYTES", sys.maxsize)
     for task_id in tasks:
         got = await ask(client, "tasks/get", task_id)
@@ -221,12 +216,10 @@ async def test_a_deployment_that_is_not_ready_in_time_is_a_task(client: Client, 
         assert (await ask(client, "tasks/get", task_id)).status == "working"
         store.update_deployment(task_id, state="ready", base_url="http://127.0.0.1:1/v1")
         ready = await ask(client, "tasks/get", task_id)
-        assert ready.result is not None
-        assert ready.result["structuredContent"]["state"] == "ready"
+        assert ready.result is not None and ready.result["structuredContent"]["state"] == "ready"
         store.update_deployment(task_id, state="failed", error=FlashError("port_taken", "taken").to_dict())
         failed = await ask(client, "tasks/get", task_id)
-        assert failed.result is not None
-        assert "[port_taken]" in failed.result["content"][0]["text"]
+        assert failed.result is not None and "[port_taken]" in failed.result["content"][0]["text"]
 
 
 @asynccontextmanager

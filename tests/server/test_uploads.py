@@ -61,8 +61,7 @@ def test_a_large_environment_arrives_as_it_was_packed(team: Team, tmp_path: Path
     pushed = answer.json()
     assert (pushed["train_tasks"], pushed["eval_tasks"], pushed["files"]) == (40, 60, 2)
     row = open_store().environment(pushed["environment"])
-    assert row.owner == "alice"
-    assert digest_of(Path(row.path)) == row.digest
+    assert row.owner == "alice" and digest_of(Path(row.path)) == row.digest
     assert (Path(row.path) / "datasets" / "noise.bin").stat().st_size == 6 << 20
     assert len(left_behind()) == 2
 
@@ -145,8 +144,7 @@ def test_a_hostile_archive_is_refused_and_leaves_nothing(team: Team, attack: str
 def test_what_is_no_whole_archive_is_refused(team: Team, body: bytes):
     with team.http(team.token("alice")) as http:
         answer = http.put("/environments/e", content=body)
-    assert answer.status_code == 400
-    assert code_of(answer.json()["error"]["message"]) == "upload_invalid"
+    assert answer.status_code == 400 and code_of(answer.json()["error"]["message"]) == "upload_invalid"
     assert left_behind() == []
 
 

@@ -144,8 +144,7 @@ home = pathlib.Path(sys.argv[1])
 {call}
 """
     found = refused("flock,fcntl", code, flash_home).stderr.splitlines()[-1]
-    assert "[locks_unsupported path=" in found
-    assert "No locks available" in found
+    assert "[locks_unsupported path=" in found and "No locks available" in found
     assert not is_supervised(flash_home)
 
 
@@ -153,8 +152,7 @@ home = pathlib.Path(sys.argv[1])
 def test_the_doctor_names_a_file_system_without_locks(flash_home: Path) -> None:
     code = "from flash_mcp.cli import doctor; print(doctor.CHECKS['file system']())"
     found = refused("flock,fcntl", code, flash_home).stdout
-    assert found.startswith("('problem', ")
-    assert "refuses file locks" in found
+    assert found.startswith("('problem', ") and "refuses file locks" in found
 
 
 @pytest.mark.parametrize(
@@ -165,8 +163,7 @@ def test_the_doctor_names_a_network_file_system(flash_home: Path, monkeypatch, k
     outer = SimpleNamespace(mountpoint="/", fstype="overlay")
     monkeypatch.setattr(psutil, "disk_partitions", lambda *, all: [inner, outer])
     found = doctor.CHECKS["file system"]()
-    assert found[0] == level
-    assert kind in found[1]
+    assert found[0] == level and kind in found[1]
 
 
 # -- a state directory under another name ----------------------------------------------------------
@@ -180,8 +177,7 @@ def test_a_state_directory_may_have_any_name_and_be_a_link(environment: Path, tm
     link.symlink_to(real)
     monkeypatch.setenv("FLASH_HOME", str(link))
     run_id = play(environment).splitlines()[-1]
-    assert is_supervised(link)
-    assert is_supervised(real)
+    assert is_supervised(link) and is_supervised(real)
     end_supervisors(link)
     moved = tmp_path / "moved"
     real.rename(moved)

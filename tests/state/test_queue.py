@@ -124,8 +124,7 @@ def test_a_caller_queues_no_more_runs_than_the_limit(store: Store) -> None:
 def test_one_key_used_by_eight_threads_at_once_makes_one_run(store: Store) -> None:
     with ThreadPoolExecutor(8) as pool:
         runs = list(pool.map(lambda _: enqueue(store, key="k"), range(16)))
-    assert len({run.id for run, _ in runs}) == 1
-    assert sum(created for _, created in runs) == 1
+    assert len({run.id for run, _ in runs}) == 1 and sum(created for _, created in runs) == 1
 
 
 def test_the_work_of_all_attempts_counts_and_not_the_time_between(store: Store, monkeypatch: pytest.MonkeyPatch):
@@ -158,15 +157,13 @@ def test_the_work_of_all_attempts_counts_and_not_the_time_between(store: Store, 
 
 def test_the_oldest_run_is_claimed_first_and_once(store: Store) -> None:
     ids = [enqueue(store)[0].id for _ in range(3)]
-    assert [claim(store).id for _ in ids] == ids
-    assert queue.claim(store) is None
+    assert [claim(store).id for _ in ids] == ids and queue.claim(store) is None
 
 
 def test_a_requeued_run_waits_for_its_delay_and_then_goes_before_newer_ones(store: Store) -> None:
     first, newer = enqueue(store)[0], enqueue(store)[0]
     claim(store)
-    assert queue.requeue(store, first.id, 1, LOST, delay_s=30)
-    assert store.run(first.id).error == LOST.to_dict()
+    assert queue.requeue(store, first.id, 1, LOST, delay_s=30) and store.run(first.id).error == LOST.to_dict()
     assert claim(store).id == newer.id
     third = enqueue(store)[0]
     store.execute("UPDATE runs SET not_before = 0 WHERE id = ?", [first.id])
@@ -201,8 +198,7 @@ def test_a_word_about_an_older_attempt_changes_nothing(store: Store) -> None:
     before = claim(store)
     assert not queue.mark_running(store, run.id, 1)
     assert not queue.record_beat(store, run.id, 1, {"step": 9, "phase": "train"}, progressed=True)
-    assert not queue.requeue(store, run.id, 1, LOST)
-    assert not queue.finish(store, run.id, 1, "succeeded", step=9)
+    assert not queue.requeue(store, run.id, 1, LOST) and not queue.finish(store, run.id, 1, "succeeded", step=9)
     assert store.run(run.id) == before
 
 
@@ -222,8 +218,7 @@ def test_a_queued_run_is_cancelled_at_once(store: Store) -> None:
     cancelled = queue.request_cancel(store, run.id, "changed my mind")
     assert (cancelled.state, cancelled.cancel_reason) == ("cancelled", "changed my mind")
     assert cancelled.ended is not None
-    assert queue.claim(store) is None
-    assert queue.request_cancel(store, run.id, "again") == cancelled
+    assert queue.claim(store) is None and queue.request_cancel(store, run.id, "again") == cancelled
 
 
 def test_a_started_run_is_told_and_ends_as_cancelled_whatever_it_answers(store: Store) -> None:
@@ -231,8 +226,7 @@ def test_a_started_run_is_told_and_ends_as_cancelled_whatever_it_answers(store: 
     claim(store)
     told = queue.request_cancel(store, run.id)
     assert (told.state, told.cancel_requested is not None) == ("starting", True)
-    assert RunFolder(run.folder).is_cancelled()
-    assert not queue.requeue(store, run.id, 1, LOST)
+    assert RunFolder(run.folder).is_cancelled() and not queue.requeue(store, run.id, 1, LOST)
     assert queue.finish(store, run.id, 1, "failed", error=LOST.to_dict())
     ended = store.run(run.id)
     assert (ended.state, ended.error) == ("cancelled", None)
@@ -271,8 +265,7 @@ for run in iter(lambda: queue.claim(store), None):
         child.stdin = None
     claimed = [line for child in children for line in child.communicate(timeout=WAIT_S)[0].split()]
     assert [child.returncode for child in children] == [0] * 8
-    assert len(claimed) == 120
-    assert set(claimed) == ids
+    assert len(claimed) == 120 and set(claimed) == ids
 
 
 class RunLife(RuleBasedStateMachine):
@@ -343,8 +336,7 @@ class RunLife(RuleBasedStateMachine):
     @invariant()
     def the_store_agrees_and_the_end_is_the_end(self) -> None:
         run = self.store.run(self.run_id)
-        assert (run.state, run.attempt) == (self.state, self.attempt)
-        assert self.attempt <= run.max_attempts
+        assert (run.state, run.attempt) == (self.state, self.attempt) and self.attempt <= run.max_attempts
         assert (run.ended is not None) == (self.state in ("succeeded", "failed", "cancelled"))
         assert self.last_words in (None, run)
         if run.ended is not None:
@@ -383,10 +375,8 @@ def test_an_owner_with_one_run_is_next_whoever_queued_a_hundred_before(store: St
     (one,) = enqueue_as("bob", store)
     clock.now += 60
     end(store, first)
-    assert queue.queued_ahead(store, store.run(one)) == 0
-    assert queue.queued_ahead(store, store.run(many[1])) == 1
-    assert claim(store).id == one
-    assert claim(store).id == many[1]
+    assert queue.queued_ahead(store, store.run(one)) == 0 and queue.queued_ahead(store, store.run(many[1])) == 1
+    assert claim(store).id == one and claim(store).id == many[1]
     assert queue.queued_ahead(store, store.run(one)) is None
 
 
@@ -546,7 +536,6 @@ def test_a_look_at_runs_under_way_reads_those_that_have_changed(store: Store, mo
     queue.record_handle(store, changed.id, 1, "job 7")
     end(store, ended)
     taken = {run.id: run for run in store.taken_runs("local")}
-    assert read == [changed.id]
-    assert taken[changed.id].handle == "job 7"
+    assert read == [changed.id] and taken[changed.id].handle == "job 7"
     assert list(taken) == [run.id for run in claimed if run is not ended]
     assert store.taken_runs("elsewhere") == []

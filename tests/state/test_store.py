@@ -197,11 +197,9 @@ def test_rollouts_are_found_by_order_step_success_and_text(store: Store, run_id:
     assert found(order="best", limit=2) == [(1, 3), (1, 2)]
     assert found(order="index", offset=1, limit=2) == [(1, 1), (1, 2)]
     assert found(step=1, success=False, order="index") == [(1, 0), (1, 1)]
-    assert found(contains="aNsWeR 2") == [(1, 2)]
-    assert found(contains='"role" % _\nÉ') == [(2, 0)]
+    assert found(contains="aNsWeR 2") == [(1, 2)] and found(contains='"role" % _\nÉ') == [(2, 0)]
     assert found(contains="assistant") == []
-    assert store.rollout_count(run_id, step=1) == 4
-    assert store.rollout_steps(run_id) == [1, 2]
+    assert store.rollout_count(run_id, step=1) == 4 and store.rollout_steps(run_id) == [1, 2]
 
 
 def test_pages_of_a_random_order_fit_together(store: Store, run_id: str) -> None:
@@ -210,8 +208,7 @@ def test_pages_of_a_random_order_fit_together(store: Store, run_id: str) -> None
     def page(offset: int) -> list[int]:
         return [row.index for row in store.rollouts(run_id, order="random", limit=20, offset=offset)]
 
-    assert sorted(page(0) + page(20)) == list(range(40))
-    assert page(0) == page(0) != page(20)
+    assert sorted(page(0) + page(20)) == list(range(40)) and page(0) == page(0) != page(20)
     assert page(0) != sorted(page(0))
 
 
@@ -225,8 +222,7 @@ def test_evaluations_keep_their_rollouts_apart_from_training(store: Store, run_i
     row = {"step": 0, "epoch": 1, "time": 2.0, "summary": {"n": 1, "success": 0.5}, "rollouts": [rollout(0, 0)]}
     store.put_evaluation(run_id, row)
     assert [(row.step, row.summary["success"]) for row in store.evals(run_id)] == [(0, 0.5)]
-    assert store.rollout_count(run_id, split="eval") == 1
-    assert store.rollout_count(run_id) == 0
+    assert store.rollout_count(run_id, split="eval") == 1 and store.rollout_count(run_id) == 0
 
 
 def test_attempts_and_verdicts_are_read_without_a_transcript(store: Store, run_id: str) -> None:
@@ -280,8 +276,7 @@ def test_a_checkpoint_is_found_by_step_or_is_the_newest(store: Store, run_id: st
             "metrics": {}, "files": {},
         }  # fmt: skip
         store.put_checkpoint(run_id, manifest, f"/runs/{step}")
-    assert store.checkpoint(run_id).step == 20
-    assert store.checkpoint(run_id, 10).path == "/runs/10"
+    assert store.checkpoint(run_id).step == 20 and store.checkpoint(run_id, 10).path == "/runs/10"
     with pytest.raises(FlashError, match=r"use one of the steps \[10, 20\]"):
         store.checkpoint(run_id, 15)
 
@@ -291,8 +286,7 @@ def test_an_environment_is_found_by_name_digest_or_the_start_of_one(store: Store
         store.add_environment(name="calc", digest=digest, path=f"/e/{digest}", size_bytes=1, data={"splits": {}})
     assert store.environment("calc").digest == "aaaaaa1111"
     assert store.environment("calc@bbbbbb2222").path == "/e/bbbbbb2222"
-    assert store.environment("calc@aaaaaa").digest == "aaaaaa1111"
-    assert len(store.environments()) == 3
+    assert store.environment("calc@aaaaaa").digest == "aaaaaa1111" and len(store.environments()) == 3
     for reference, hint in [("calc@bbbbbb", "one of"), ("calc@aaa", "one of"), ("calk", "did you mean 'calc'")]:
         with pytest.raises(FlashError, match=hint) as error:
             store.environment(reference)
@@ -449,8 +443,7 @@ def test_a_wrong_file_is_refused_with_what_is_wrong_in_it(tmp_path: Path, text: 
     (tmp_path / FILE).write_text(text)
     with pytest.raises(FlashError) as caught:
         targets(tmp_path)
-    assert caught.value.code == "targets_invalid"
-    assert says in str(caught.value)
+    assert caught.value.code == "targets_invalid" and says in str(caught.value)
 
 
 def test_what_the_nodes_have_is_noted_in_the_table_and_all_else_stays(tmp_path: Path) -> None:

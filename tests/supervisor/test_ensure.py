@@ -50,8 +50,7 @@ def test_it_starts_what_was_killed_and_hands_secrets_over(flash_home: Path, wait
 def test_it_starts_nothing_where_nothing_is_to_be_done(flash_home: Path, tmp_path: Path) -> None:
     finished_run(tmp_path)
     process.ensure_supervised(open_store())
-    assert not is_supervised(flash_home)
-    assert not (flash_home / "supervisor.log").exists()
+    assert not is_supervised(flash_home) and not (flash_home / "supervisor.log").exists()
 
 
 def test_it_goes_on_after_trouble_and_tells_it_once(waiting_run: Run, monkeypatch, caplog: pytest.LogCaptureFixture):
@@ -97,8 +96,7 @@ def test_a_process_that_is_not_the_supervisor_is_left_alone(flash_home: Path) ->
         lock = process.take_lock(flash_home)
         assert lock
         with lock:
-            assert is_supervised(flash_home)
-            assert not process.ensure_supervisor(flash_home)
+            assert is_supervised(flash_home) and not process.ensure_supervisor(flash_home)
         assert other.poll() is None
         other.kill()
 

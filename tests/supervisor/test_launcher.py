@@ -157,8 +157,7 @@ def test_a_submitted_attempt_comes_alive_and_whoever_submits_its_key_again_finds
     launcher, later = harness.reopen(), harness.reopen()
     assert launcher.poll([]) == {}
     handle = harness.submit(launcher)
-    assert handle.key == f"{harness.run_id}-1"
-    assert state(launcher, handle) in ("pending", "alive")
+    assert handle.key == f"{harness.run_id}-1" and state(launcher, handle) in ("pending", "alive")
     assert harness.submit(launcher) == harness.submit(later) == handle
     for each in (launcher, later):
         wait_for(lambda each=each: state(each, handle) == "alive")
@@ -178,8 +177,7 @@ def test_an_attempt_that_ended_stays_ended_when_its_key_is_submitted_again(harne
     wait_for(lambda: is_gone(launcher, handle))
     assert launcher.poll([handle])[handle.key].detail
     for again in (launcher, harness.reopen()):
-        assert harness.submit(again).key == handle.key
-        assert is_gone(again, handle)
+        assert harness.submit(again).key == handle.key and is_gone(again, handle)
 
 
 def test_a_cancelled_attempt_is_gone_and_cancelling_it_again_is_harmless(harness: Harness) -> None:
@@ -225,8 +223,7 @@ def test_a_job_gets_its_own_variables_and_nothing_of_this_process(harness: Harne
     wait_for(lambda: is_gone(launcher, handle))
     wait_for(lambda: launch.log and launch.log.exists())
     printed = (harness.logs / "log.1").read_text()
-    assert 'GIVEN=it\'s "quoted" ${HOME}\n' in printed
-    assert "PLANTED_KEY" not in printed
+    assert 'GIVEN=it\'s "quoted" ${HOME}\n' in printed and "PLANTED_KEY" not in printed
     assert "OMP_NUM_THREADS" not in printed or isinstance(launcher, SlurmLauncher)
 
 
@@ -287,8 +284,7 @@ def test_a_ray_whose_agents_are_not_up_yet_is_asked_again() -> None:
     body = b"No available agent to submit job, please try again later."
     with answering(("500 Internal Server Error", body)) as address, pytest.raises(FlashError) as caught:
         RayLauncher(address).submit(Launch("run-early", 1, SLEEPER, {}, None))
-    assert "--dashboard-agent-listen-port" in caught.value.fix
-    assert caught.value.code == "target_unreachable"
+    assert "--dashboard-agent-listen-port" in caught.value.fix and caught.value.code == "target_unreachable"
 
 
 @pytest.mark.parametrize(("tag", "is_ours"), [("flash-mcp-1", True), ("flash-mcp-2", False)])
@@ -516,8 +512,7 @@ print(launcher.submit(Launch("run-1", 1, {SLEEPER!r}, dict(os.environ), Path({st
     let_go_at_once(starters)
     pids = {starter.communicate(timeout=WAIT_S)[0].strip() for starter in starters}
     record = ProcessRecord.read(here.logs.parent / "records" / "run-1-1")
-    assert record and pids == {str(record.pid)}
-    assert record.is_alive()
+    assert record and pids == {str(record.pid)} and record.is_alive()
     wait_for(lambda: len(list((here.logs.parent / "records").iterdir())) == 1)
 
 
@@ -545,8 +540,7 @@ def test_a_key_that_was_registered_in_between_is_not_started_again(tmp_path: Pat
     assert subprocess.run(command, check=False, cwd=ROOT).returncode == 0
     (tmp_path / "started").unlink()
     assert subprocess.run(command, stderr=subprocess.DEVNULL, check=False, cwd=ROOT).returncode == 126
-    assert not (tmp_path / "started").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["record"]
+    assert not (tmp_path / "started").exists() and [path.name for path in tmp_path.iterdir()] == ["record"]
 
 
 def test_of_many_starters_without_hard_links_one_registers(tmp_path: Path) -> None:

@@ -136,13 +136,11 @@ def test_a_run_goes_from_queued_to_succeeded_and_all_that_it_said_is_in_the_stor
     ended = bench.finish(run)
     assert (ended.state, ended.step, ended.error, ended.attempt) == ("succeeded", 5, None, 1)
     assert [row.step for row in bench.store.metrics(run.id)] == [1, 2, 3, 4, 5]
-    assert bench.store.rollout_count(run.id) == 15
-    assert bench.store.rollout_count(run.id, split="eval") == 1
+    assert bench.store.rollout_count(run.id) == 15 and bench.store.rollout_count(run.id, split="eval") == 1
     assert [row.step for row in bench.store.checkpoints(run.id)] == [1, 2, 3, 4, 5]
     assert Path(bench.store.checkpoint(run.id).path, "adapter.bin").exists()
     assert bench.store.events(run.id, kinds=["phase"])[0].data == {"resumed": 0}
-    assert bench.told(run) == [(1, "launched")]
-    assert not is_running(bench.pid(run))
+    assert bench.told(run) == [(1, "launched")] and not is_running(bench.pid(run))
 
 
 @pytest.mark.parametrize("error", [errno.ESTALE, errno.EIO])
@@ -199,8 +197,7 @@ def test_a_killed_worker_is_replaced_and_goes_on_from_its_last_checkpoint(bench:
     assert (ended.state, ended.attempt, ended.step, ended.error) == ("succeeded", 2, 5, None)
     assert bench.told(run) == [(1, "launched"), (1, "lost"), (2, "launched")]
     lost = bench.store.events(run.id, kinds=["attempt"])[1]
-    assert "killed by signal SIGKILL" in lost.message
-    assert lost.data["error"]["values"]["step"] == 3
+    assert "killed by signal SIGKILL" in lost.message and lost.data["error"]["values"]["step"] == 3
     assert [event.data["resumed"] for event in bench.store.events(run.id, kinds=["phase"])] == [0, 2]
     assert [row.epoch for row in bench.store.metrics(run.id)] == [1, 1, 2, 2, 2]
 
@@ -211,8 +208,7 @@ def test_a_run_whose_attempts_all_die_fails_with_the_log_as_evidence(bench: Benc
     ended = bench.finish(run)
     assert (ended.state, ended.attempt) == ("failed", 2)
     assert ended.error and ended.error["code"] == "worker_failed"
-    assert "no such module: torch" in ended.error["values"]["log"]
-    assert "exit code 1" in ended.error["what"]
+    assert "no such module: torch" in ended.error["values"]["log"] and "exit code 1" in ended.error["what"]
     assert bench.told(run) == [(1, "launched"), (1, "lost"), (2, "launched"), (2, "lost")]
     result = RunFolder(run.folder).result()
     assert result and (result["state"], result["error"]["code"]) == ("failed", "worker_failed")
@@ -269,8 +265,7 @@ def test_a_worker_that_is_stopped_is_replaced(bench: Bench) -> None:
 
 def test_a_worker_that_does_not_leave_after_its_result_is_ended(bench: Bench) -> None:
     run = bench.train({"1": {"at": 2, "do": "linger"}})
-    assert bench.finish(run).state == "succeeded"
-    assert not is_running(bench.pid(run))
+    assert bench.finish(run).state == "succeeded" and not is_running(bench.pid(run))
 
 
 class Slanderer(LocalLauncher):
@@ -533,8 +528,7 @@ def test_a_new_supervisor_goes_on_where_a_killed_one_was(bench: Bench) -> None:
     wait_for(lambda: bench.store.run(run.id).ended)
     ended = bench.store.run(run.id)
     assert (ended.state, ended.attempt, ended.step) == ("succeeded", 1, 5)
-    assert [row.step for row in bench.store.metrics(run.id)] == [1, 2, 3, 4, 5]
-    assert bench.pid(run) == worker
+    assert [row.step for row in bench.store.metrics(run.id)] == [1, 2, 3, 4, 5] and bench.pid(run) == worker
     assert second.wait(timeout=TIMEOUT_S) == 0  # it leaves when idle
 
 
@@ -595,8 +589,7 @@ def test_supervisors_killed_at_any_point_lose_and_repeat_nothing(bench: Bench) -
         begun = {event.epoch for event in bench.store.events(run.id, 99, ["phase"])}
         assert len(begun) == 1 + (number % 2 and 1 in begun), bench.told(run)
         assert [row.step for row in bench.store.metrics(run.id)] == [1, 2, 3]
-        assert bench.store.rollout_count(run.id) == 9
-        assert not is_running(bench.pid(run, ended.attempt))
+        assert bench.store.rollout_count(run.id) == 9 and not is_running(bench.pid(run, ended.attempt))
     assert kills >= 3
 
 
@@ -665,8 +658,7 @@ def test_a_run_enqueued_while_the_supervisor_was_leaving_is_not_forgotten(bench:
         made.append(Leaver(base, launcher=launcher, worker=WORKER, timeouts=HASTE))
         return made[-1]
 
-    assert supervise(bench.base, make)
-    assert [run.state for run in bench.store.runs()] == ["succeeded"]
+    assert supervise(bench.base, make) and [run.state for run in bench.store.runs()] == ["succeeded"]
     assert len(made) == 2
 
 

@@ -96,8 +96,7 @@ def test_leftovers_of_killed_processes_are_deleted_after_a_day(store: Store, tmp
         if path.name != ".staged-new":
             os.utime(path, (0, 0))
     clear(store)
-    assert [path for path in old if path.exists()] == []
-    assert [path for path in kept if not path.exists()] == []
+    assert [path for path in old if path.exists()] == [] and [path for path in kept if not path.exists()] == []
 
 
 def test_a_leftover_of_another_user_stays(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,8 +206,7 @@ def test_an_owner_may_store_as_much_as_the_operator_allows(store: Store) -> None
             put("first")  # what is there already takes nothing
             with pytest.raises(FlashError) as caught:
                 put("second")
-        assert caught.value.code == "quota_exceeded"
-        assert f"{key} in [disk] of settings.toml" in caught.value.fix
+        assert caught.value.code == "quota_exceeded" and f"{key} in [disk] of settings.toml" in caught.value.fix
         with acting_as(Caller("bob")):
             put("first")
         put("first")
@@ -334,8 +332,7 @@ def test_what_attempts_that_were_replaced_left_goes_after_the_end_of_the_run(ben
         path.write_text("{}")
     before = set(files(run)) - set(late)
     aged(bench, run, 0.5).clear()
-    assert set(files(run)) == before
-    assert not Path(run.folder, "evals/3/0001-0").exists()
+    assert set(files(run)) == before and not Path(run.folder, "evals/3/0001-0").exists()
 
 
 def test_runs_on_targets_keep_the_checkpoints_and_files_that_were_asked_for(bench: Bench, folder: Path) -> None:
@@ -356,8 +353,7 @@ def test_runs_on_targets_keep_the_checkpoints_and_files_that_were_asked_for(benc
     maintenance.clear()
     assert bench.now(run).files_removed and not bench.store.checkpoints(run.id)
     maintenance.clear()
-    assert not Path(run.folder).exists()
-    assert [row.step for row in bench.store.metrics(run.id)] == [1, 2, 3, 4]
+    assert not Path(run.folder).exists() and [row.step for row in bench.store.metrics(run.id)] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(

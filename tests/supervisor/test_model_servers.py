@@ -174,8 +174,7 @@ def test_the_snippets_of_a_deployment_work_as_they_stand_with_the_prompt_of_trai
     assert not found.has_prompt and "hello" in found.curl
     store.put_rollouts(run_id, "train", 3, [sample_rollout(3, 0, 1.0)])
     found = calls_of(store, row, server_for(store, row))
-    assert found.has_prompt
-    assert '"temperature": 0, "max_tokens": 512' in found.curl
+    assert found.has_prompt and '"temperature": 0, "max_tokens": 512' in found.curl
     assert "    temperature=0,\n    max_tokens=512,\n" in found.python
     for text in (found.curl, found.python):
         assert "Use <calc> to calculate." in text and "What is 3 * 0?" in text
@@ -279,8 +278,7 @@ def test_a_server_that_dies_fails_its_deployments_and_asking_again_starts_anothe
     engine = engine_pid(store, row)
     os.kill(pid, signal.SIGKILL)
     failed = settle(deployments, row.id, "failed")
-    assert failed.error and failed.error["code"] == "deployment_failed"
-    assert "engine=" in failed.error["wrote"]
+    assert failed.error and failed.error["code"] == "deployment_failed" and "engine=" in failed.error["wrote"]
     wait_for(lambda: not is_running(engine))  # the processes of a dead server are ended
     assert request(store, str(row.run_id)).id == row.id
     assert settle(deployments, row.id, "ready").server_run != row.server_run
@@ -434,8 +432,7 @@ def test_an_answer_that_is_broken_off_is_no_long_one(chunks: list[Any], said: st
     begun = {"choices": [{"index": 0, "delta": {"content": "Hel"}}]}
     with streaming([begun, *chunks], tmp_path) as server, pytest.raises(FlashError) as caught:
         anyio.run(_answer, server, {"model": "toy", "messages": []})
-    assert said in caught.value.account
-    assert "EngineCore" not in caught.value.what
+    assert said in caught.value.account and "EngineCore" not in caught.value.what
 
 
 def test_streamed_tool_calls_are_put_together_and_shown(tmp_path: Path) -> None:
@@ -797,8 +794,7 @@ async def test_a_checkpoint_is_deployed_talked_to_and_undeployed(vllm_store: Sto
         assert (elsewhere.state, elsewhere.base_url, elsewhere.api_key_file) == ("ready", None, None)
 
     # What the supervisor's checks read is there.
-    assert model_servers.examine(server, first.deployment) is not None
-    assert model_servers._tokens(server) > 20
+    assert model_servers.examine(server, first.deployment) is not None and model_servers._tokens(server) > 20
     assert 0 < model_servers.idle_seconds(server) < 600
 
     # Another supervisor finds the server; a second adapter joins it and one that does not fit is

@@ -107,8 +107,7 @@ def test_a_database_of_an_unreleased_version_is_moved_aside(flash_home: Path, tm
     with pytest.raises(FlashError, match="unreleased version: rollouts has no column truncated") as caught:
         Store(flash_home)
     assert caught.value.code == "state_corrupt" and "flash-mcp recover" in caught.value.fix
-    assert recover(flash_home).damaged
-    assert rows(Store(flash_home), run) == before
+    assert recover(flash_home).damaged and rows(Store(flash_home), run) == before
 
 
 def test_rows_that_exist_stay_and_a_folder_that_cannot_be_read_stops_no_other(flash_home: Path, tmp_path: Path) -> None:
@@ -142,8 +141,7 @@ def test_a_state_directory_that_moved_is_rebuilt_where_it_is(flash_home: Path, t
     shutil.move(flash_home, home)
     assert recover(home).runs == [run.id]
     taken = Store(home).run(run.id)
-    assert taken.folder == str(home / "runs" / run.id)
-    assert Path(taken.environment_path).is_relative_to(home)
+    assert taken.folder == str(home / "runs" / run.id) and Path(taken.environment_path).is_relative_to(home)
     assert Path(Store(home).checkpoint(run.id).path).is_dir()
 
 

@@ -385,8 +385,7 @@ def test_a_node_behind_a_host_is_reached_through_ssh_and_again_when_that_ended(
         monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
         ready = bench.settle(asked, "ready")
         server = server_of(bench.home, ready)
-        assert server and server.port != node.port
-        assert server.call("/models").is_success
+        assert server and server.port != node.port and server.call("/models").is_success
         connected = bench.servers._servers[str(asked.server_run)]
         tunnel = connected.tunnel
         assert tunnel
@@ -487,8 +486,7 @@ def test_what_cannot_be_served_elsewhere_is_refused(bench: Bench, tmp_path: Path
             request(bench.store, run_id, **arguments)
         return caught.value
 
-    assert refusal(target="clouds").code == "target_refused"
-    assert refusal(target="lap").code == "unknown_target"
+    assert refusal(target="clouds").code == "target_refused" and refusal(target="lap").code == "unknown_target"
     assert "port is for" in refusal(target="lab", port=8000).what
     assert "record is for" in refusal(target="lab", record=True).what
     assert bench.store.deployments() == []
@@ -507,8 +505,7 @@ def test_what_cannot_be_served_elsewhere_is_refused(bench: Bench, tmp_path: Path
 )
 def test_a_server_takes_the_cards_that_hold_its_weights(model: str, memory_gib: float, count: int, taken: int) -> None:
     cards = Cards(name="a card", memory_gib=memory_gib, count=count)
-    assert cards_for(model, cards) == taken
-    assert cards_for(model, cards.model_copy(update={"kind": "cpu"})) == 1
+    assert cards_for(model, cards) == taken and cards_for(model, cards.model_copy(update={"kind": "cpu"})) == 1
     assert cards_for(model, None) == 1
 
 

@@ -374,8 +374,7 @@ def test_an_attempt_that_ends_while_it_is_given_up_is_read_to_its_end(bench: Ben
     monkeypatch.setattr(Reader, "read", read_too_early)
     bench.lab.engine.statuses[f"{run.id}-1"] = JobStatus("gone", "CANCELLED", is_preempted=True)
     bench.until(lambda: bench.now(run).ended)
-    assert bench.now(run).state == "succeeded"
-    assert [row.step for row in bench.store.metrics(run.id)] == [1]
+    assert bench.now(run).state == "succeeded" and [row.step for row in bench.store.metrics(run.id)] == [1]
 
 
 def test_what_an_engine_took_is_not_submitted_again_by_the_next_supervisor(bench: Bench) -> None:

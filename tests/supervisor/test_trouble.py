@@ -88,8 +88,7 @@ def test_a_supervisor_takes_secrets_once_what_prevented_it_is_gone(bench: Bench,
     (bench.base / secrets.NAME).rmdir()
     assert secrets.give(bench.base, run.id, {"CALC_KEY_THAT_NOBODY_SET": "42"})
     thread.join(40)
-    assert bench.store.run(run.id).state == "succeeded"
-    assert not (bench.base / secrets.NAME).exists()
+    assert bench.store.run(run.id).state == "succeeded" and not (bench.base / secrets.NAME).exists()
 
 
 # -- a clock that jumps ----------------------------------------------------------------------------

@@ -22,8 +22,7 @@ def test_every_card_says_what_a_user_has_to_know() -> None:
     for card in MODELS.values():
         assert card.scheme in ("pypi", "hub") and card.address
         assert card.parameters and card.context and card.tools and card.licence
-        assert card.name == card.name.lower()
-        assert (card.active or 0) < card.parameters
+        assert card.name == card.name.lower() and (card.active or 0) < card.parameters
         if card.unchecked:
             assert set(card.unchecked.split(", ")) <= set(ModelView.model_fields)
 
@@ -88,8 +87,7 @@ def test_steps_that_a_run_measured_stand_beside_its_model_and_its_machine(tmp_pa
     (flash_home / "settings.toml").write_text('[cost]\nprice_per_hour = 1.8\ncurrency = "EUR"\n')
     models = {model.name: model for model in catalog(kind="models").models or []}
     text = f"2 s for 32 conversations (grpo, {run.id}), 100 steps 0.10 EUR"
-    assert models[DEFAULT_MODEL].step == f"local: {text}"
-    assert models["qwen3-0.6b"].step is None
+    assert models[DEFAULT_MODEL].step == f"local: {text}" and models["qwen3-0.6b"].step is None
     devices = catalog(kind="devices").devices or []
     assert devices[-1].kind == "cpu"
     for device in devices:

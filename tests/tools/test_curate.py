@@ -139,20 +139,17 @@ async def test_a_dry_run_writes_nothing_and_a_dataset_is_kept_under_its_content_
     counts = body["counts"]
     assert (counts["attempts"], counts["tasks"], counts["sometimes_solved"], counts["train_rows"]) == (16, 8, 8, 8)
     assert body["examples"][0]["question"].startswith("Say ")
-    assert re.fullmatch(r"\d!", body["examples"][0]["answer"])
-    assert "dataset" not in body
+    assert re.fullmatch(r"\d!", body["examples"][0]["answer"]) and "dataset" not in body
     assert not datasets_dir().exists()
 
     arguments = {"runs": [run.id], "name": "right", "filter": "pass@1 < 1", "holdout": 0.4}
     body = await curated(client, **arguments)
     kept = datasets.find(body["dataset"])
-    assert body["created"] is True
-    assert body["dataset"] in body["next"]
+    assert body["created"] is True and body["dataset"] in body["next"]
     rows, held_back = kept.rows(), kept.rows(datasets.HOLDOUT)
     assert (len(rows), len(held_back)) == (body["counts"]["train_rows"], body["counts"]["holdout_rows"])
     assert rows
-    assert held_back
-    assert len(rows) + len(held_back) == 8
+    assert held_back and len(rows) + len(held_back) == 8
     assert all(row["prompt_messages"] == 3 and row["provenance"]["run_id"] == run.id for row in rows)
     manifest = kept.manifest
     assert manifest["environment"] == {"name": "numbers", "digest": "0123456789abcdef", "args": {}}
@@ -205,8 +202,7 @@ async def test_tasks_of_the_eval_split_are_kept_out_however_they_are_named(clien
     assert learnt == {f"t{n}" for n in range(8)}
 
     spoilt = await curated(client, runs=[run.id], name="spoilt", allow_eval_tasks=True)
-    assert spoilt["counts"]["train_rows"] == 11
-    assert "no longer tell" in spoilt["notes"][0]
+    assert spoilt["counts"]["train_rows"] == 11 and "no longer tell" in spoilt["notes"][0]
     checked = body_of(
         await client.call_tool(
             "train", {"environment": "numbers", "algorithm": "sft", "dataset": spoilt["dataset"], "validate_only": True}
@@ -219,8 +215,7 @@ async def test_an_evaluation_of_the_eval_split_alone_gives_no_dataset(client: Cl
     run = recorded(evaluation=[answered(n, f"e{100 + n}", "!") for n in range(5)])
     code, text = await refused(client, runs=[run.id], name="x")
     assert code == "dataset_invalid"
-    assert "eval_attempts 5" in text
-    assert "train tasks" in text
+    assert "eval_attempts 5" in text and "train tasks" in text
     assert not datasets_dir().exists()
     assert (await curated(client, runs=[run.id], dry_run=True))["counts"]["train_rows"] == 0
 
@@ -249,8 +244,7 @@ async def test_a_run_is_pinned_to_its_dataset_and_one_that_does_not_fit_is_refus
     assert started["values"]["dataset"] == kept
     row = open_store().run(started["run_id"])
     job = queue.job(row)
-    assert row.spec.dataset == kept
-    assert job["dataset"] == datasets.find(kept).pinned()
+    assert row.spec.dataset == kept and job["dataset"] == datasets.find(kept).pinned()
     assert f"{job['dataset']['name']}@{job['dataset']['digest']}" == kept
 
     body = body_of(await client.call_tool("train", {"algorithm": "sft", "dataset": kept, "validate_only": True}))
@@ -344,8 +338,7 @@ async def test_a_model_is_fine_tuned_on_a_curated_dataset(numbers: None, tiny_mo
         }  # fmt: skip
         started = body_of(await client.call_tool("train", fields))
     row = queue.claim(store)
-    assert row is not None
-    assert row.id == started["run_id"]
+    assert row is not None and row.id == started["run_id"]
     folder = RunFolder(row.folder)
     folder.create(queue.job(row))
     result = Attempt(folder).ended()

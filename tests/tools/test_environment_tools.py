@@ -60,8 +60,7 @@ async def test_a_starter_is_complete_passes_its_test_and_can_be_pushed(client: C
     folder = tmp_path / "my-task"
     written = await call(client, "env_setup", folder=str(folder), template=template)
     assert (written["folder"], written["name"], written["files"]) == (str(folder), "my-task", STARTER)
-    assert files_in(folder) == STARTER
-    assert (folder / "TRAINING.md").read_text() == playbook.text()
+    assert files_in(folder) == STARTER and (folder / "TRAINING.md").read_text() == playbook.text()
     assert len(load_dataset(folder / "datasets" / "train.jsonl")) == 500
     for config in ("rl", "sft"):
         assert validate(read_toml(folder / "configs" / f"{config}.toml")).environment == "my-task"
@@ -288,8 +287,7 @@ async def test_files_can_be_pushed_as_text(client: Client, tmp_path: Path) -> No
     assert not (await call(client, "env_push", name="inline", files=files))["created"]
     files["data/rows.jsonl"] = ""
     newer = await call(client, "env_push", name="inline", files=files)
-    assert newer["created"]
-    assert f"inline@{open_store().environment('inline').digest}" == newer["environment"]
+    assert newer["created"] and f"inline@{open_store().environment('inline').digest}" == newer["environment"]
     assert open_store().environment(pushed["environment"]).digest in pushed["environment"]
 
 
@@ -318,8 +316,7 @@ async def test_an_older_version_pushed_again_is_the_newest_again(client: Client)
 async def test_a_broken_environment_is_not_published(client: Client, source: str, code: str, expected: str) -> None:
     files = {"environment.py": source, "d.jsonl": '{"input": "a"}\n{"input": \n'}
     text = await refusal(client, "env_push", name="broken", files=files)
-    assert text.startswith(f"[{code} environment=broken]")
-    assert expected in text
+    assert text.startswith(f"[{code} environment=broken]") and expected in text
     assert open_store().environments() == []
     assert not any(environments_dir().glob("*"))
 
@@ -437,8 +434,7 @@ async def test_the_network_is_the_operators_to_grant_whatever_name_another_owner
         # Loaded or not: without the grant it neither trains nor is tested.
         await env_push("search", files=files, load=False)
         tested_by_bob = await env_test(environment="search")
-    assert not tested_by_bob.passed
-    assert "network_not_granted" in tested_by_bob.probes[0].evidence
+    assert not tested_by_bob.passed and "network_not_granted" in tested_by_bob.probes[0].evidence
     assert (await env_test(environment="search")).passed  # the local owner's own
 
 
@@ -629,16 +625,14 @@ async def test_what_an_environment_writes_is_marked_and_never_in_a_fix(client: C
     assert ours.startswith("[environment_invalid environment=e] ") and ours.count("Fix: ") == 1
     assert "AWS" not in ours and "SYSTEM" not in ours and "env_push(secrets" not in ours
     assert all(line.startswith("| ") for line in others.split("\n"))
-    assert len(others.splitlines()) == len(others.split("\n"))
-    assert others.replace("\n", "").isprintable()
+    assert len(others.splitlines()) == len(others.split("\n")) and others.replace("\n", "").isprintable()
 
     report = await call(client, "env_test", folder=str(folder))
     (probe,) = report["probes"]
     for ours in (probe["fix"], report["next"]):
         assert "AWS" not in ours and "SYSTEM" not in ours and "env_push(secrets" not in ours
     _, _, others = probe["evidence"].partition("\nenvironment or model wrote:\n")
-    assert all(line.startswith("| ") for line in others.split("\n"))
-    assert others.replace("\n", "").isprintable()
+    assert all(line.startswith("| ") for line in others.split("\n")) and others.replace("\n", "").isprintable()
 
 
 TOOLS_OF_OTHERS = """

@@ -83,8 +83,7 @@ async def test_status_wakes_when_a_tenth_of_the_attempts_was_made(client: Client
 
 async def test_an_evaluation_whose_attempts_all_failed_has_no_rate(client: Client):
     body = await evaluated(client, script={"failing": list(range(60))})
-    assert "success" not in body["scores"]
-    assert body["scores"]["errors"] == 60
+    assert "success" not in body["scores"] and body["scores"]["errors"] == 60
     assert "environment_error" in await refusal(client, "compare", base=body["run_id"], other=body["run_id"])
 
 
@@ -129,8 +128,7 @@ async def test_a_checkpoint_is_evaluated_as_it_was_trained_also_by_what_serves_i
     assert open_store().run(body["run_id"]).init_adapter["step"] == 20
     assert f"{run.id}@10" in (await call(client, "evaluate", model=f"{run.id}@10"))["of"]
     start = await call(client, "evaluate", model=f"{run.id}@0")
-    assert "before its training" in start["of"]
-    assert open_store().run(start["run_id"]).init_adapter is None
+    assert "before its training" in start["of"] and open_store().run(start["run_id"]).init_adapter is None
 
     served = {"id": "dep-1", "name": "mine", "model": run.model, "run_id": run.id, "step": 10, "state": "ready"}
     open_store().add_deployment(served)
@@ -154,8 +152,7 @@ async def test_a_runs_arguments_go_with_its_environment_alone(client: Client, tm
 async def test_an_evaluation_that_takes_longer_goes_on_and_is_found_again(client: Client):
     asked = {"environment": "echo", "environment_args": {"hold": True}, "idempotency_key": "k", "limit": 5}
     body = await call(client, "evaluate", **asked, wait_s=0)
-    assert body["state"] in ("queued", "starting", "running")
-    assert "scores" not in body
+    assert body["state"] in ("queued", "starting", "running") and "scores" not in body
     assert f"status(run_id={body['run_id']!r}" in body["next"]
     again = await call(client, "evaluate", **asked, wait_s=0)
     assert (again["run_id"], again["created"]) == (body["run_id"], False)
@@ -171,8 +168,7 @@ async def test_an_evaluation_that_takes_longer_goes_on_and_is_found_again(client
 async def test_an_evaluation_is_cancelled_like_any_run(client: Client):
     body = await call(client, "evaluate", environment="echo", environment_args={"hold": True}, wait_s=0)
     ended = await call(client, "cancel", run_id=body["run_id"], wait_s=40)
-    assert ended["state"] == "cancelled"
-    assert "evaluate" in ended["next"]
+    assert ended["state"] == "cancelled" and "evaluate" in ended["next"]
 
 
 # -- compare ---------------------------------------------------------------------------------------
@@ -202,8 +198,7 @@ async def test_two_evaluations_are_paired_by_task_and_the_flips_are_shown(client
 async def test_too_few_tasks_and_a_constant_that_does_as_well_are_said_beside_the_verdict(client: Client):
     base, other = await evaluated(client, solved=20), await evaluated(client, solved=23)
     body = await call(client, "compare", base=base["run_id"], other=other["run_id"])
-    assert body["verdict"] == "underpowered"
-    assert body["success"]["decide_n"] > 60
+    assert body["verdict"] == "underpowered" and body["success"]["decide_n"] > 60
     needed = body["success"]["decide_n"]
     assert f"about {needed} tasks would decide and the eval split has no more than 60" in body["next"]
     assert "add tasks" in body["next"]
@@ -306,8 +301,7 @@ async def test_only_an_evaluation_of_another_model_made_alike_is_proposed_as_the
 async def test_a_training_run_alone_is_compared_with_its_own_start(client: Client, tmp_path: Path):
     run = finished_run(tmp_path / "run", solved=90)
     body = await call(client, "compare", base=run.id)
-    assert body["verdict"] == "improved"
-    assert (body["base"]["step"], body["other"]["step"]) == (0, 20)
+    assert body["verdict"] == "improved" and (body["base"]["step"], body["other"]["step"]) == (0, 20)
     assert "deploy" in body["next"]
     named = await call(client, "compare", base=f"{run.id}@0", other=f"{run.id}@20")
     assert named["success"] == body["success"]
@@ -431,8 +425,7 @@ async def test_a_sample_says_whether_there_is_something_to_learn_and_what_it_tak
     assert (sample["scores"]["success"], sample["scores"]["uniform_share"]) == (0.5, 0.0)
     # 320 rollouts of 20 tokens at 100 tokens/s, training as long again, and 120 held-out attempts.
     assert expected["seconds"] == 320 * 20 / 100 * (1 + run_time.TRAINING_SHARE) + 120 * 20 / 100
-    assert "low_s" not in expected
-    assert expected["cost"] == pytest.approx(expected["seconds"] / 1800, abs=1e-3)
+    assert "low_s" not in expected and expected["cost"] == pytest.approx(expected["seconds"] / 1800, abs=1e-3)
     assert "guess" in expected["basis"]
     run = open_store().run(sample["run_id"])
     assert (run.spec.split, run.spec.temperature) == ("train", 1.0)
@@ -451,8 +444,7 @@ async def test_the_time_takes_its_share_of_training_from_an_earlier_run_of_the_m
     push_echo(tmp_path / "echo", ECHO)
     expected = (await sampled(client, {"often": list(range(40))}))["estimate"]["time"]
     assert expected["seconds"] == 320 * 20 / 100 * 4
-    assert expected["low_s"] <= expected["seconds"] <= expected["high_s"]
-    assert earlier.id in expected["basis"]
+    assert expected["low_s"] <= expected["seconds"] <= expected["high_s"] and earlier.id in expected["basis"]
 
 
 @pytest.mark.parametrize(
@@ -524,8 +516,7 @@ async def test_what_was_measured_is_returned_unless_it_is_to_be_measured_again(c
     first = await evaluated(client, solved=3, limit=5)
     assert first["created"] is True
     same = await evaluated(client, solved=3, limit=5)
-    assert (same["run_id"], same["created"]) == (first["run_id"], False)
-    assert same["scores"] == first["scores"]
+    assert (same["run_id"], same["created"]) == (first["run_id"], False) and same["scores"] == first["scores"]
     assert any("again=true" in note for note in same["notes"])
     others: list[dict[str, Any]] = [
         {"again": True}, {"seed": 1}, {"max_tokens": 32}, {"limit": 4}, {"temperature": 0.5},

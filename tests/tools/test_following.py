@@ -84,12 +84,9 @@ async def test_a_run_of_20_minutes_is_followed_in_under_4000_tokens(tmp_path: Pa
             waited_s = 0
     texts = [to_text(body) for body in bodies]
     silent = [text for body, text in zip(bodies, texts, strict=True) if "now" in body]
-    assert bodies[-1]["news"]["state"] == "succeeded"
-    assert bodies[-1]["news"]["verdict"]["outcome"] == "improved"
-    assert len(silent) > 20
-    assert max(map(tokens, silent)) < 60
-    assert sum(map(tokens, texts)) < 4000
-    assert "".join(texts).count('"uniform_groups"') == 1
+    assert bodies[-1]["news"]["state"] == "succeeded" and bodies[-1]["news"]["verdict"]["outcome"] == "improved"
+    assert len(silent) > 20 and max(map(tokens, silent)) < 60
+    assert sum(map(tokens, texts)) < 4000 and "".join(texts).count('"uniform_groups"') == 1
     assert [body["news"]["checkpoint"] for body in bodies if "checkpoint" in body.get("news", {})]
 
 
@@ -124,8 +121,7 @@ async def test_news_ends_the_wait_for_news_and_is_told_once(kind: str, tmp_path:
     body = await follow(first)
     told = {"checkpoint": "checkpoint", "evaluation": "held_out", "flag": "flags"}
     expected = {"state", "step", "steps", "eta_s", told[kind]} | ({"outlook"} & {*body["news"]})
-    assert set(body["news"]) == expected
-    assert "now" in await follow(body)
+    assert set(body["news"]) == expected and "now" in await follow(body)
     # Whoever waits for the end is told of it with what ends that wait.
     assert "now" in await status(run_id=run.id, until="end", since=first["since"])
 
@@ -139,8 +135,7 @@ async def test_a_flag_that_becomes_a_problem_is_told_again_and_ends_every_wait(s
     learn(writer, range(12, 30), of=STEPS, **{"groups/uniform_share": 0.97})
     read_in(open_store(), run.id)
     worse = await status(run_id=run.id, until="end", since=warned["since"])
-    assert [flag["severity"] for flag in worse["news"]["flags"]] == ["problem"]
-    assert "rollouts(" in worse["next"]
+    assert [flag["severity"] for flag in worse["news"]["flags"]] == ["problem"] and "rollouts(" in worse["next"]
     assert "now" in await follow(worse)
 
 
@@ -149,8 +144,7 @@ async def test_the_whole_report_is_not_told_again(started: tuple[Run, RunWriter]
     learn(writer, range(1, 12), of=STEPS, **{"groups/uniform_share": 0.7})
     read_in(open_store(), run.id)
     whole = await status(run_id=run.id)
-    assert whole["run"]["flags"]
-    assert "now" in await follow(whole)
+    assert whole["run"]["flags"] and "now" in await follow(whole)
 
 
 async def test_a_lost_attempt_is_news_with_its_error(started: tuple[Run, RunWriter]):
@@ -159,8 +153,7 @@ async def test_a_lost_attempt_is_news_with_its_error(started: tuple[Run, RunWrit
     lost = FlashError("worker_failed", "no heartbeat for 60 s", fix="nothing: it is repeated")
     assert queue.requeue(open_store(), run.id, 1, lost)
     body = await follow(first)
-    assert body["run"]["error"]["code"] == "worker_failed"
-    assert "now" in (await follow(body))
+    assert body["run"]["error"]["code"] == "worker_failed" and "now" in (await follow(body))
 
 
 async def test_a_run_that_is_held_up_says_so_once(tmp_path: Path, flash_home: Path):

@@ -64,8 +64,7 @@ def test_the_cheapest_place_that_holds_the_model_and_has_room_is_chosen(
     billions: float | None, cards: int, places: list[Place], wanted: str
 ) -> None:
     target, why = choose(places, lambda device: need_of(billions, device), cards)
-    assert target == wanted
-    assert why.startswith(f"target=auto chose {wanted}: ")
+    assert target == wanted and why.startswith(f"target=auto chose {wanted}: ")
     assert all(place.name in why for place in places)
 
 
@@ -100,8 +99,7 @@ async def call(tool: str, **arguments: Any) -> Any:
 @pytest.mark.usefixtures("lab_and_near")
 async def test_train_and_evaluate_go_to_the_next_target_once_the_cheapest_is_full() -> None:
     first = await call("train", steps=3, idempotency_key="k")
-    assert first.values["target"] == "near"
-    assert first.sources["auto"] == ["target"]
+    assert first.values["target"] == "near" and first.sources["auto"] == ["target"]
     why = next(note for note in first.notes if note.startswith("target=auto chose near: 0.8 an"))
     assert "16 GiB of a card" in why and "lab (1.9 an hour" in why and "local (9 an hour" in why
 

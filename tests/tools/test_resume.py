@@ -47,8 +47,7 @@ async def test_an_ended_run_goes_on_with_its_own_values(state: str, tmp_path: Pa
     again = await train(resume=run.id, steps=30)
     assert (again["state"], open_store().run(run.id).attempt) == ("queued", 2)
     writer = start(run.id)
-    assert not RunFolder(run.folder).is_cancelled()
-    assert RunFolder(run.folder).job()["spec"]["steps"] == 30
+    assert not RunFolder(run.folder).is_cancelled() and RunFolder(run.folder).job()["spec"]["steps"] == 30
     assert (await train(resume=run.id, steps=30))["state"] == "running"
     learn(writer, range(7, 31), of=30)
     read_in(open_store(), run.id)
@@ -85,16 +84,14 @@ async def test_steps_may_be_among_the_settings(tmp_path: Path):
 
 async def test_without_steps_a_run_goes_on_as_far_as_it_was_to_go(tmp_path: Path):
     run = stopped_run(tmp_path, "cancelled")
-    assert (await train(resume=run.id))["state"] == "queued"
-    assert open_store().run(run.id).training.steps == 20
+    assert (await train(resume=run.id))["state"] == "queued" and open_store().run(run.id).training.steps == 20
 
 
 async def test_a_run_that_never_started_starts_over(tmp_path: Path):
     run = queued_run(tmp_path)
     queue.request_cancel(open_store(), run.id)
     body = await train(resume=run.id)
-    assert (body["state"], body["resumed_at"]) == ("queued", 0)
-    assert "starts over" in body["notes"][0]
+    assert (body["state"], body["resumed_at"]) == ("queued", 0) and "starts over" in body["notes"][0]
     start(run.id)
 
 

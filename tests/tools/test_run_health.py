@@ -159,8 +159,7 @@ async def test_a_clean_split_is_not_spoken_of(tmp_path: Path):
     started = await call(
         "train", environment="echo", steps=20, eval_before=True, eval_after=True, accept_failed_gate=True
     )
-    assert "CONTAMINATED" not in str(started)
-    assert "overlap" not in open_store().run(started["run_id"]).lineage
+    assert "CONTAMINATED" not in str(started) and "overlap" not in open_store().run(started["run_id"]).lineage
 
 
 async def test_failure_modes_are_counted_by_status_and_named_by_rollouts(tmp_path: Path):
@@ -200,14 +199,12 @@ async def test_tool_calls_are_shown_with_their_results_and_curated_with_their_to
     writer.rollouts(1, rows)
     read_in(open_store(), run.id)
     page = await call("rollouts", run_id=run.id, which="best", limit=2)
-    assert page["failures"] == {"bad_tool_call": 1}
-    assert page["tools"] == ["add(a: integer, unit?: m|s) Adds 3."]
+    assert page["failures"] == {"bad_tool_call": 1} and page["tools"] == ["add(a: integer, unit?: m|s) Adds 3."]
     assert all(6 < each["expected"].count("6") < 300 for each in page["rollouts"])
     shown = [(each["role"], each["content"]) for each in page["rollouts"][0]["messages"]]
     assert shown[-3:] == [("assistant", 'add({"a": 3})'), ("tool", "6"), ("assistant", "6")]
     (attempt,) = [each for each in read_attempts(open_store().run(run.id)) if each.success]
-    assert attempt.row()["tools"] == tools
-    assert attempt.row()["messages"] == rows[1]["messages"]
+    assert attempt.row()["tools"] == tools and attempt.row()["messages"] == rows[1]["messages"]
     assert attempt.answers == ['add({"a": 3})', "6"]
 
 
@@ -236,8 +233,7 @@ async def test_the_code_version_names_the_commit_of_a_checkout_and_reaches_the_w
     if (root / ".git").exists() and described:
         assert "+g" in code_version()
     run, writer = started_run(tmp_path)
-    assert writer.folder.job()["lineage"] == run.lineage
-    assert run.lineage["code"] == code_version()
+    assert writer.folder.job()["lineage"] == run.lineage and run.lineage["code"] == code_version()
 
 
 @pytest.mark.slow
@@ -257,8 +253,7 @@ async def test_what_builds_on_a_run_uses_the_same_commit_of_its_hub_model(tmp_pa
     evaluations = [await call("evaluate", model=f"{run.id}@{step}", wait_s=0, limit=1) for step in (0, 20)]
     for made in (warm, *evaluations):
         later = store.run(made["run_id"])
-        assert later.model == "someone/some-model"
-        assert queue.job(later)["lineage"]["model_commit"] == commit
+        assert later.model == "someone/some-model" and queue.job(later)["lineage"]["model_commit"] == commit
         view = (await call("status", run_id=later.id, detail="detailed"))["run"]
         assert view["lineage"]["model"] == pinned
 

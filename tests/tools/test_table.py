@@ -419,8 +419,7 @@ def test_a_file_that_holds_no_tasks_is_refused_with_what_to_do(tmp_path: Path, n
     (tmp_path / name).write_text(content)
     with pytest.raises(FlashError) as caught:
         env_setup(str(tmp_path / "new"), dataset=str(tmp_path / name))
-    assert caught.value.code == "invalid_argument"
-    assert what in str(caught.value) and fix in caught.value.fix
+    assert caught.value.code == "invalid_argument" and what in str(caught.value) and fix in caught.value.fix
     assert not (tmp_path / "new").exists()
 
 

@@ -66,16 +66,14 @@ async def test_training_past_a_failed_gate_needs_a_word_and_is_kept_in_the_linea
     digest = push_echo(tmp_path).digest
     wanted = {"environment": "echo", "steps": 2}
     checked = await call("train", **wanted, validate_only=True)
-    assert checked["gate"] == "never run"
-    assert any("was never run" in note for note in checked["notes"])
+    assert checked["gate"] == "never run" and any("was never run" in note for note in checked["notes"])
     first = await call("train", **wanted, idempotency_key="first")
     store = open_store()
     store.put_gate(digest, {}, ["junk", "order"])
     checked = await call("train", **wanted, validate_only=True)
     assert checked["gate"] == "failed: junk, order"
     error = await refused("train", **wanted)
-    assert error.code == "gate_failed"
-    assert "env_test(environment='echo@" in error.fix
+    assert error.code == "gate_failed" and "env_test(environment='echo@" in error.fix
     assert "accept_failed_gate=true" in error.fix
     again = await call("train", **wanted, idempotency_key="first")
     assert again["run_id"] == first["run_id"], "it was started before"
@@ -290,8 +288,7 @@ async def test_the_time_is_that_of_an_earlier_run_of_the_kind_or_a_guess_from_an
     earlier = finished_run(tmp_path)
     time = await expected()
     assert time["seconds"] == 40  # 2 s a step, twice the prompts
-    assert earlier.id in time["basis"] and "another environment" not in time["basis"]
-    assert "low_s" not in time
+    assert earlier.id in time["basis"] and "another environment" not in time["basis"] and "low_s" not in time
 
     time = await expected(model="smollm2-360m-instruct")
     assert time["seconds"] == 108  # 2.69 times the parameters
@@ -333,8 +330,7 @@ async def test_the_band_of_the_time_is_what_earlier_runs_in_the_environment_took
     assert "slowest of 3 such runs" in time["basis"]
     push_echo(tmp_path / "other", name="other")
     other = await expected(environment="other")
-    assert other["seconds"] == 40 and "low_s" not in other
-    assert "another environment (echo)" in other["basis"]
+    assert other["seconds"] == 40 and "low_s" not in other and "another environment (echo)" in other["basis"]
 
 
 async def test_the_time_of_the_first_fine_tuning_is_a_guess_from_its_operations(tmp_path: Path):
@@ -361,8 +357,7 @@ async def test_a_model_that_cannot_fit_the_machine_is_refused_with_the_estimate(
     machine_of(15.0, monkeypatch)
     wanted = {"environment": "echo", "validate_only": True}
     error = await refused("train", **wanted, model="Qwen/Qwen2.5-32B-Instruct")
-    assert error.code == "out_of_memory"
-    assert "32 billion parameters, by its name, need 178.8 GiB" in error.what
+    assert error.code == "out_of_memory" and "32 billion parameters, by its name, need 178.8 GiB" in error.what
     assert "15 GiB of a processor" in error.what and "catalog" in error.fix
     assert (await refused("train", **wanted, model="qwen2.5-7b-instruct")).code == "out_of_memory"
     notes = (await call("train", **wanted, model="qwen2.5-1.5b-instruct"))["notes"]
@@ -471,8 +466,7 @@ async def test_a_failed_run_shows_its_error_and_the_end_of_its_log(tmp_path: Pat
     assert (failure["code"], failure["fix"]) == ("environment_error", "mend the scorer")
     assert failure["values"] == "task='the 7th' step=3"
     assert "[environment_error task=&#39;the 7th&#39; step=3]" in html(open_store(), run.id)
-    assert failure["log_tail"].endswith("KeyError: 'answer'")
-    assert len(failure["log_tail"]) < 2000
+    assert failure["log_tail"].endswith("KeyError: 'answer'") and len(failure["log_tail"]) < 2000
 
 
 async def test_waiting_ends_when_a_step_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -496,8 +490,7 @@ async def test_waiting_ends_when_a_step_arrives(tmp_path: Path, monkeypatch: pyt
         assert await anyio.to_thread.run_sync(looked.wait, 20)
         learn(writer, [1])
         read_in(open_store(), run.id)
-    assert found[0]["changed"] is True
-    assert found[0]["run"]["step"] == 1
+    assert found[0]["changed"] is True and found[0]["run"]["step"] == 1
     assert time.monotonic() - started < 20
 
 
@@ -579,13 +572,11 @@ async def test_long_transcripts_are_cut_in_the_middle_and_the_match_is_kept(tmp_
     answers = [row["messages"][-1]["content"] for row in body["rollouts"]]
     assert len(answers) == 8
     assert all(text.startswith("start") and text.endswith("end") and "characters cut" in text for text in answers)
-    assert "index=0" in body["next"]
-    assert body["cut"]
+    assert "index=0" in body["next"] and body["cut"]
     found = await call("rollouts", run_id=run.id, contains="needle", limit=2)
     assert all("NEEDLE" in row["messages"][-1]["content"] for row in found["rollouts"])
     one = await call("rollouts", run_id=run.id, step=1, index=3, max_characters=7000)
-    assert one["rollouts"][0]["index"] == 3
-    assert len(one["rollouts"][0]["messages"][-1]["content"]) > 5000
+    assert one["rollouts"][0]["index"] == 3 and len(one["rollouts"][0]["messages"][-1]["content"]) > 5000
 
 
 async def test_a_conversation_of_very_many_turns_fits_and_can_be_paged_through(tmp_path: Path):
@@ -710,8 +701,7 @@ async def test_the_catalog_can_be_narrowed_and_paged():
     ]
     first = await call("catalog", kind="models", contains="-", limit=2)
     second = await call("catalog", kind="models", contains="-", limit=30, cursor=first["cursor"])
-    assert first["models"] + second["models"] == everything
-    assert json.loads(to_text(first))["has_more"] is True
+    assert first["models"] + second["models"] == everything and json.loads(to_text(first))["has_more"] is True
     assert "no cursor of catalog" in str(await refused("catalog", kind="models", cursor="newest"))
 
 
@@ -826,8 +816,7 @@ async def test_status_and_compare_report_how_far_seeds_spread(tmp_path: Path):
         end(writer, run.id, 20)
     said = (await call("status", run_id=ids[0]))["run"]["seeds"]
     spread = "held-out success of 3 of 3 seeds: mean 0.750, 95 % interval over seeds, on these tasks, 0.377 to 1.000: "
-    assert said.startswith(spread)
-    assert f"{ids[1]} (seed 2) succeeded, 0.900, improved" in said
+    assert said.startswith(spread) and f"{ids[1]} (seed 2) succeeded, 0.900, improved" in said
     assert said in (await call("compare", base=ids[0], other=ids[1]))["notes"]
 
 

@@ -90,10 +90,8 @@ def test_the_model_card_has_lineage_and_held_out_figures_with_intervals(run: Run
     written = export(capsys, f"{run.id}@20", "--format", "adapter", "--to", tmp_path / "adapter")
     page = (tmp_path / "adapter" / "README.md").read_text()
     assert "| 0 (before training) | 100 | 0.200 | 0.133 to 0.289 |" in page
-    assert "| 20 | 100 | 0.900 | 0.826 to 0.945 |" in page
-    assert run.environment_reference in page
-    assert open_store().checkpoint(run.id).digest in page
-    assert written["base_digest"] in page
+    assert "| 20 | 100 | 0.900 | 0.826 to 0.945 |" in page and run.environment_reference in page
+    assert open_store().checkpoint(run.id).digest in page and written["base_digest"] in page
     assert "\n    a | name\n    # no heading\n\n    <b>\n" in page
 
 
@@ -157,8 +155,7 @@ def test_what_llama_cpp_does_not_know_is_refused_before_weights_are_read(file, f
     job = ExportJob(kind="gguf-f16", name="tiny", model=str(base), folder=tmp_path, prompts=[])
     with pytest.raises(FlashError, match=reason) as caught:
         worker.extensions.export.program.export(job)
-    assert caught.value.code == "export_unsupported"
-    assert caught.value.fix == "export it as merged or adapter"
+    assert caught.value.code == "export_unsupported" and caught.value.fix == "export it as merged or adapter"
 
 
 def test_a_file_that_holds_another_model_is_refused(tmp_path: Path) -> None:
@@ -203,8 +200,7 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(run: Run, tmp_pat
     finally:
         config.write_text(kept)
     assert "llama.cpp has no sliding window for llama" in refused
-    assert not (tmp_path / "no").exists()
-    assert not list(tmp_path.glob(".export-*"))
+    assert not (tmp_path / "no").exists() and not list(tmp_path.glob(".export-*"))
     shutil.rmtree(here)
 
 
@@ -248,8 +244,7 @@ async def test_a_tool_call_starts_an_export_and_the_same_call_finds_it(run: Run)
     written = contents(body)
     assert {"README.md", "adapter_model.safetensors"} <= {*written}
     assert [row["step"] for row in body["checkpoints"]] == [20]
-    assert (await exported(run))["export"] == body["export"]
-    assert contents(body) == written
+    assert (await exported(run))["export"] == body["export"] and contents(body) == written
     error = await refused(run.id, export="gguf-f16", step=3)
     assert "unknown_argument" in error
     assert "[unknown_checkpoint" in await refused(f"{run.id}@3", export="merged")

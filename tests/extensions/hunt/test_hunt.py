@@ -55,11 +55,9 @@ async def test_the_hunt_finds_as_many_planted_hacks_as_the_docs_say(tmp_path: Pa
     found = await hunted(tmp_path, HACKS)
     count = sum(bool(each.exploits) for each in found)
     assert len(HACKS) == 40 and len(PLANTED) == 10
-    assert f"finds {count} of 40 planted hacks" in " ".join(DOCS.read_text().split())
-    assert count >= 36
+    assert f"finds {count} of 40 planted hacks" in " ".join(DOCS.read_text().split()) and count >= 36
     for each in found:
-        assert each.plays < hunting.MOST_PLAYS
-        assert all(exploit.fix for exploit in each.exploits)
+        assert each.plays < hunting.MOST_PLAYS and all(exploit.fix for exploit in each.exploits)
 
 
 async def test_the_hunt_calls_hacks_by_the_names_of_their_kinds(tmp_path: Path) -> None:
@@ -124,8 +122,7 @@ async def test_a_gold_answer_that_earns_more_when_padded_is_an_exploit(tmp_path:
             return RewardResult((1 + min(1, len(text) / 1000)) * right, success=right)
     """
     (found,) = await hunted(tmp_path, [source])
-    assert [exploit.kind for exploit in found.exploits] == ["padding"]
-    assert found.exploits[0].reward > 1.5
+    assert [exploit.kind for exploit in found.exploits] == ["padding"] and found.exploits[0].reward > 1.5
 
 
 async def test_a_hunt_ends_in_time_and_after_so_many_plays(tmp_path: Path) -> None:

@@ -214,8 +214,7 @@ def test_large_rewards_and_times_are_as_people_write_them(tmp_path: Path):
     read_in(open_store(), run.id)
     open_store().execute("UPDATE runs SET started = 1, ended = 11521 WHERE id = ?", [run.id])
     text = Tags(html(open_store(), run.id)).text
-    assert "reward 12,345" in text
-    assert "3 h 12 min time" in text
+    assert "reward 12,345" in text and "3 h 12 min time" in text
 
 
 @pytest.mark.slow
@@ -256,8 +255,7 @@ def test_a_run_that_has_hardly_begun_has_a_page(tmp_path: Path, steps: int):
 def test_the_command_writes_the_page_and_says_where(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]):
     run_id = finished_run(tmp_path).id
     monkeypatch.chdir(tmp_path)
-    assert main.main(["report", run_id]) == 0
-    assert capsys.readouterr().out.strip() == f"{run_id}.html"
+    assert main.main(["report", run_id]) == 0 and capsys.readouterr().out.strip() == f"{run_id}.html"
     assert Path(f"{run_id}.html").read_text().startswith("<!doctype html>")
     assert main.main(["report", run_id, "--to", "other.html", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"path": str(Path("other.html").absolute())}
@@ -300,8 +298,7 @@ def test_in_a_browser_the_page_is_legible_and_nothing_in_it_acts(tmp_path: Path,
         assert page.evaluate("[...document.querySelectorAll('pre')].some(each => each.innerText.includes('<script>'))")
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "wider than its window"
         assert page.evaluate("getComputedStyle(document.body).maxWidth") != "none", "the policy refused the style sheet"
-        assert page.evaluate(CONTRAST) == []
-        assert page.locator("figure > svg").count() >= 8
+        assert page.evaluate(CONTRAST) == [] and page.locator("figure > svg").count() >= 8
         sizes = page.evaluate(
             "[...document.querySelectorAll('figure > svg')].map(e => e.getBoundingClientRect().height)"
         )

@@ -52,8 +52,7 @@ def test_a_browser_signs_in_with_a_token_and_keeps_a_session_in_a_cookie(team: T
         words = ("httponly", "samesite=strict", "path=/ui", f"flash_session_{team.port}=")
         assert all(word in cookie.lower() for word in words)
         page = http.get("/ui")
-        assert page.status_code == 200
-        assert page.headers["cache-control"] == "no-store"
+        assert page.status_code == 200 and page.headers["cache-control"] == "no-store"
         assert http.get("/ui/").headers["location"] == "/ui"
 
 
@@ -76,8 +75,7 @@ def test_a_session_opens_the_pages_and_nothing_else(team: Team) -> None:
     with signed_in(team, team.token("alice")) as http:
         name, session = next(iter(http.cookies.items()))
     with team.http(cookie=f"{name}={session}") as http:
-        assert http.get("/ui").status_code == 200
-        assert http.get("/metrics").status_code == 401
+        assert http.get("/ui").status_code == 200 and http.get("/metrics").status_code == 401
         assert http.post("/mcp", json={}).status_code == 401
     with team.http(session) as http:
         assert http.get("/metrics").status_code == http.post("/mcp", json={}).status_code == 401

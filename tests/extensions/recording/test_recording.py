@@ -134,8 +134,7 @@ async def test_of_an_answer_with_a_secret_no_tokens_are_recorded(tmp_path: Path,
     await ask(tmp_path, monkeypatch)
     (line,) = recording.lines()
     assert line["messages"] == [{"role": "user", "content": "my key: [secret]"}]
-    assert [line[name] for name in TOKENS] == [[], [], []]
-    assert line["prompt_tokens"] == 2
+    assert [line[name] for name in TOKENS] == [[], [], []] and line["prompt_tokens"] == 2
 
 
 async def test_other_requests_go_on_while_an_answer_is_recorded(tmp_path: Path, monkeypatch, recording: Recording):
@@ -158,8 +157,7 @@ async def test_a_streamed_answer_is_put_together(tmp_path: Path, monkeypatch: py
     said = [part["choices"][0]["delta"].get("content", "") for part in parts]
     assert "".join(said) == "hello"
     (line,) = recording.lines()
-    assert line["answer"]["content"] == "hello"
-    assert line["answer"]["tool_calls"] == [CALL]
+    assert line["answer"]["content"] == "hello" and line["answer"]["tool_calls"] == [CALL]
     assert (line["token_ids"], line["logprobs"]) == ([0, 1, 2, 3], [0.0, -1.0, -2.0, -3.0])
     assert line["finish"] == "tool_calls"
 
