@@ -87,6 +87,22 @@ def started_run(folder: Path, **fields: Any) -> tuple[Run, RunWriter]:
     return store.run(run.id), writer
 
 
+def learning_run(folder: Path, steps: Iterable[int], **metrics: float) -> tuple[Run, RunWriter]:
+    """A run in state running that reported these steps."""
+    run, writer = started_run(folder)
+    learn(writer, steps, **metrics)
+    read_in(open_store(), run.id)
+    return run, writer
+
+
+def rolled_out(folder: Path, rows: list[dict[str, Any]], **fields: Any) -> Run:
+    """A run in state running that reported these rollouts of step 1."""
+    run, writer = started_run(folder, **fields)
+    writer.rollouts(1, rows)
+    read_in(open_store(), run.id)
+    return run
+
+
 def start(run_id: str) -> RunWriter:
     """Start the oldest queued run, which has to be this one, and return its worker's side of the folder."""
     store = open_store()
@@ -176,12 +192,14 @@ def save_adapter(
     writer.commit_checkpoint(step, folder, {"reward/mean": 0.5, "success/rate": 0.4})
 
 
-def finished_run(folder: Path, *, solved: int = 90) -> Run:
-    """A run of 20 steps that went from 20 to `solved` percent on held-out examples, with two checkpoints."""
-    run, writer = started_run(folder / "environment")
-    evaluate(writer, 0, 20)
+def finished_run(
+    folder: Path, *, before: int = 20, solved: int = 90, saved: Iterable[int] = (10, 20), **fields: Any
+) -> Run:
+    """A run of 20 steps that went from `before` to `solved` percent on held-out examples, with two checkpoints."""
+    run, writer = started_run(folder / "environment", **fields)
+    evaluate(writer, 0, before)
     learn(writer, range(1, 21))
-    save_adapter(writer, 10, folder)
-    save_adapter(writer, 20, folder)
+    for step in saved:
+        save_adapter(writer, step, folder)
     evaluate(writer, 20, solved)
     return end(writer, run.id, 20)

@@ -422,8 +422,7 @@ def test_the_doctor_names_what_holds_runs_up_and_their_damaged_files(run: Run, t
 def test_the_doctor_names_deployments_that_failed_or_start_again(run: Run):
     store = open_store()
     error = FlashError("unresponsive", "its server stopped answering", fix="call deploy")
-    row = {"id": "dep-1", "owner": "local", "name": "one", "model": "toy"}
-    store.add_deployment({**row, "state": "ready"})
+    store.add_deployment({**{"id": "dep-1", "owner": "local", "name": "one", "model": "toy"}, "state": "ready"})
     assert found_by_doctor("deployments") == ("ok", "1 ready", "")
     store.update_deployment("dep-1", state="starting", error=error.to_dict())
     told = "dep-1 is starting: [unresponsive] its server stopped answering"

@@ -19,7 +19,17 @@ from flash_mcp.state import queue
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.shared.run_view import report_on
 from tests.places import ROOT
-from tests.samples import evaluate, finished_run, learn, push_echo, queued_run, read_in, started_run, supervised
+from tests.samples import (
+    evaluate,
+    finished_run,
+    learn,
+    learning_run,
+    push_echo,
+    queued_run,
+    read_in,
+    started_run,
+    supervised,
+)
 from tests.waiting import WAIT_S, wait_for
 
 pytestmark = pytest.mark.slow
@@ -30,9 +40,7 @@ FLASH = [sys.executable, "-m", "flash_mcp.cli"]
 @pytest.mark.parametrize(("state", "code"), [("succeeded", 0), ("failed", 3), ("cancelled", 4)])
 def test_wait_ends_with_the_runs_own_exit_code(state: str, code: int, tmp_path: Path, capsys):
     with supervised():
-        run, writer = started_run(tmp_path)
-        learn(writer, [1])
-        read_in(open_store(), run.id)
+        run, _ = learning_run(tmp_path, [1])
         queue.finish(open_store(), run.id, run.attempt, state)
         assert main.main(["wait", run.id, "--json"]) == code
     captured = capsys.readouterr()
@@ -129,9 +137,7 @@ def test_errors_are_json_where_results_are(capsys: pytest.CaptureFixture[str]):
 
 def test_a_terminal_shows_the_curve_and_ctrl_c_only_detaches(tmp_path: Path):
     with supervised():
-        run, writer = started_run(tmp_path)
-        learn(writer, range(1, 6))
-        read_in(open_store(), run.id)
+        run, writer = learning_run(tmp_path, range(1, 6))
         ours, theirs = pty.openpty()
         command = [*FLASH, "status", run.id, "--follow"]
         with subprocess.Popen(command, cwd=ROOT, stderr=theirs, stdout=subprocess.DEVNULL) as process:

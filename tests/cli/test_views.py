@@ -5,8 +5,7 @@ import pytest
 
 from flash_mcp.cli import main, views
 from flash_mcp.state.disk import in_words
-from flash_mcp.state.store import open_store
-from tests.samples import finished_run, queued_run, read_in, sample_rollout, started_run, supervised
+from tests.samples import finished_run, queued_run, rolled_out, sample_rollout, supervised
 
 COLOUR = re.compile(r"\033\[\d+m")
 
@@ -45,8 +44,7 @@ def test_the_checks_of_an_environment_are_lines_with_the_fix_under_what_failed(t
     assert re.search(r"\n✓ loads +in .*\n", text)
     assert re.search(r"\n✗ junk +train\[0\]: (.*\n)+?  fix +\S", text)
     assert lines[-1].startswith("Next: correct what junk says")
-    folded = [line for line in lines if str(folder) not in line]
-    assert max(map(len, folded)) <= views.WIDTH
+    assert max(map(len, [line for line in lines if str(folder) not in line])) <= views.WIDTH
 
 
 def test_colours_are_for_terminals_only(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
@@ -61,9 +59,7 @@ def test_colours_are_for_terminals_only(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_a_foreign_text_can_colour_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
-    run, writer = started_run(tmp_path)
-    writer.rollouts(1, [sample_rollout(1, 0, 0.0, "\033[31mred\033[0m\nand more")])
-    read_in(open_store(), run.id)
+    run = rolled_out(tmp_path, [sample_rollout(1, 0, 0.0, "\033[31mred\033[0m\nand more")])
     as_terminal(monkeypatch)
     text = printed(capsys, "rollouts", run.id)
     assert "␛[31mred␛[0m" in text and "           and more" in text.splitlines()
@@ -87,14 +83,12 @@ def test_numbers_are_as_people_write_them():
 
 
 def test_the_calls_of_an_agent_follow_its_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    run, writer = started_run(tmp_path)
     common = {"conversation": 0, "finish": "stop", "parent": None, "prompt_tokens": 3, "completion_tokens": 2}
     calls = [
         {**common, "number": 0, "role": "planner", "trained": True, "last": 4},
         {**common, "number": 1, "role": "", "trained": False, "last": 9},
     ]
-    writer.rollouts(1, [{**sample_rollout(1, 0, 0.5), "calls": calls}])
-    read_in(open_store(), run.id)
+    run = rolled_out(tmp_path, [{**sample_rollout(1, 0, 0.5), "calls": calls}])
     shown = printed(capsys, "rollouts", run.id, "--step", "1", "--index", "0")
     assert "call 0     planner, stop, 3 tokens read, 2 written" in shown
     assert "call 1     not trained, stop, 3 tokens read, 2 written" in shown

@@ -99,8 +99,7 @@ async def test_looks_survive_a_lost_database(folder: Path, flash_home: Path) -> 
     with supervised():
         found = await call("status", run_id=first["run_id"])
         assert "look 1 of 3: 0.75" in str(found), found
-        second = await call("evaluate", **MODEL, again=True)
-        assert second["created"]
+        assert (await call("evaluate", **MODEL, again=True))["created"]
         sql = "SELECT number FROM exam_looks ORDER BY number"
         assert open_store().column(sql) == [1, 2]
 

@@ -103,6 +103,5 @@ async def test_a_look_survives_its_killed_worker_and_leaves_totals_alone(base: P
                          "values", "exam", "next"}  # fmt: skip
     wait_for(lambda: not places_of(base, MARK))
     assert MARK in str(looks.transcripts(store.run(run_id), key)), "for the operator to read"
-    again = await call("evaluate", **asked, again=True, wait_s=0)
-    queue.request_cancel(store, again["run_id"])
+    queue.request_cancel(store, (await call("evaluate", **asked, again=True, wait_s=0))["run_id"])
     assert (await refused("evaluate", environment="vowels")).code == "unknown_environment"

@@ -131,8 +131,7 @@ def test_tasks_of_few_templates_are_as_seldom_called_improved(
     rng, kinds = random.Random(3), [f"{n % number}" for n in range(200)]
     found = [comparison.compare_paired(*templates(number, share, change, rng), kinds, effect=0.05) for _ in range(200)]
     assert least <= sum(one.outcome == "improved" for one in found) / 200 <= most
-    held = sum(one.low <= change <= one.high for one in found) / 200
-    assert held >= 0.9
+    assert sum(one.low <= change <= one.high for one in found) / 200 >= 0.9
 
 
 def test_the_verdict_says_of_how_many_kinds_the_tasks_are_and_what_that_costs():
@@ -194,8 +193,7 @@ def test_a_verdict_on_different_tasks_needs_more_than_chance(
 def test_an_interval_ends_where_shares_cannot_differ_by_more():
     sides = ([1.0], [0.0]), ([0.0], [1.0])
     worse, better = (comparison.compare_unpaired(*each, effect=0.05) for each in sides)
-    found = (paired(200, 0, 0).high, paired(0, 200, 0).low, better.high, worse.low)
-    assert found == (1.0, -1.0, 1.0, -1.0)
+    assert (paired(200, 0, 0).high, paired(0, 200, 0).low, better.high, worse.low) == (1.0, -1.0, 1.0, -1.0)
 
 
 @given(st.integers(0, 60), st.integers(0, 60), st.integers(1, 80))
@@ -204,8 +202,7 @@ def test_swapping_successes_of_pairs_turns_the_interval_around(won: int, lost: i
     back = paired(lost, won, same)
     assert there.change == pytest.approx(-back.change)
     assert (there.low, there.high) == (pytest.approx(-back.high), pytest.approx(-back.low))
-    turned = {"improved": "regressed", "regressed": "improved"}
-    assert turned.get(there.outcome, there.outcome) == back.outcome
+    assert {"improved": "regressed", "regressed": "improved"}.get(there.outcome, there.outcome) == back.outcome
 
 
 def evaluation(step: int, solved: int, count: int) -> Evaluation:
@@ -293,8 +290,7 @@ def test_a_success_that_one_constant_answer_reaches_is_no_improvement(
 def test_a_constant_that_is_no_plain_word_is_not_quoted_in_a_verdict(constant: str, name: str):
     summary = {"n": 20, "success": 0.5, "constant_success": 0.5, "constant_n": 20}
     trained = Evaluation(step=9, epoch=1, time=0.0, summary=summary, constant=constant)
-    said = comparison.against_constant(trained)
-    assert said == f"it is no better than {name}: 0.50 (0.30 to 0.70, 20 tasks)"
+    assert comparison.against_constant(trained) == f"it is no better than {name}: 0.50 (0.30 to 0.70, 20 tasks)"
     summary = {"n": 50, "success": 0.5, "answers/common_share": 0.96, "answers/common_success": 0.5}
     alike = Evaluation(step=9, epoch=1, time=0.0, summary=summary)
     assert comparison.against_constant(alike) == "it gives one and the same answer to 96 % of the tasks"

@@ -151,8 +151,7 @@ trim(Path(cache), float(limit))
     os.utime(cache / digests[0], (1, 1))
     os.utime(cache / digests[1], (2, 2))
     trim(cache, 4500)
-    left = {path.name for path in cache.iterdir() if path.is_dir()}
-    assert left == {digests[0], digests[2]}
+    assert {path.name for path in cache.iterdir() if path.is_dir()} == {digests[0], digests[2]}
 
 
 def fetched_once(artifacts: Artifacts, folder: Path, cache: Path) -> str:

@@ -67,8 +67,7 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> Files:
     writer.attempts(1, [{"index": 0}])
     writer.event("model", "loaded", commit="0" * 40)
     save_adapter(writer, 20, scratch / "adapter", optimizer=True)
-    fields = {"host": "n", "version": "1", "devices": [], "missing": [], "cards": {}, "clock_s": 0.0}
-    folder.put_probe(fields)
+    folder.put_probe({"host": "n", "version": "1", "devices": [], "missing": [], "cards": {}, "clock_s": 0.0})
     folder.put_log(1, b"hello")
     writer.commit_result("succeeded", 20)
     return {

@@ -188,8 +188,7 @@ def test_a_job_that_an_engine_starts_again_after_the_end_of_its_run_does_nothing
     command = [sys.executable, "-m", "worker.node", folder.url, "--attempt", "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "the run has its result\n")
-    now = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    assert now == files
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == files
 
 
 def test_a_node_with_another_version_is_refused_with_both(tmp_path: Path) -> None:

@@ -692,8 +692,7 @@ def test_a_store_that_refuses_our_keys_or_has_no_such_bucket_is_named(far_url: s
 def test_a_store_that_says_nothing_is_given_up_in_the_time_that_the_control_plane_has(far_url: str, monkeypatch):
     monkeypatch.setattr("flash_mcp.protocol.storage.READ_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # it takes connections, and no more
-        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
         began = time.monotonic()
         with pytest.raises(FlashError, match="store_unreachable"):
             RunFolder(far_url, retry_s=0.2).beat()

@@ -14,9 +14,8 @@ from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.run_folder import RunWriter
 from flash_mcp.server import mcp_server
 from flash_mcp.state.owners import Caller, acting_as
-from flash_mcp.state.store import open_store
 from flash_mcp.tools.shared import tool_base, waiting
-from tests.samples import end, learn, read_in, started_run, supervised
+from tests.samples import end, learning_run, supervised
 from tests.teams import Team, team_server
 
 pytestmark = pytest.mark.slow
@@ -30,9 +29,7 @@ def running(flash_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(tool_base, "ANSWER_S", 1.0)
     monkeypatch.setattr(waiting, "PROGRESS_S", 0.5)
     with supervised():
-        run, writer = started_run(tmp_path)
-        learn(writer, range(1, 3))
-        read_in(open_store(), run.id)
+        run, writer = learning_run(tmp_path, range(1, 3))
         yield run, writer
 
 

@@ -225,8 +225,7 @@ def own_key(team: Team, run_id: str, *lines: str) -> bytes:
 
 
 def request(team: Team, method: str, path: str, *lines: str) -> bytes:
-    first = f"{method} {path} HTTP/1.1"
-    return "\r\n".join([first, f"host: 127.0.0.1:{team.port}", *lines, "", ""]).encode()
+    return "\r\n".join([f"{method} {path} HTTP/1.1", f"host: 127.0.0.1:{team.port}", *lines, "", ""]).encode()
 
 
 @pytest.mark.hostile("slow connections")

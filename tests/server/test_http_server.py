@@ -797,8 +797,7 @@ async def test_metrics_go_to_the_operator_s_tracker_only_for_those_who_were_gran
     logins: None, team: Team, tracker: str, variable: str
 ) -> None:
     granted = team.token("alice", secret_names=[variable])
-    files = {"environment.py": ENVIRONMENT}
-    await call(team, granted, "env_push", name="e", files=files, load=False)
+    await call(team, granted, "env_push", name="e", files={"environment.py": ENVIRONMENT}, load=False)
     arguments = {"environment": "e", "validate_only": True, "report_to": [tracker]}
     refused = await call(team, team.token("alice"), "train", **arguments)
     assert refused.startswith("[invalid_argument") and variable in refused

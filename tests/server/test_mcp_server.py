@@ -292,8 +292,7 @@ def test_fitting_ends_where_the_characters_of_texts_take_six_of_json():
 
 
 async def test_the_playbook_is_a_resource_and_the_loop_a_prompt(client: Client):
-    uris = [str(resource.uri) for resource in (await client.list_resources()).resources]
-    assert uris == ["flash://playbook"]
+    assert [str(resource.uri) for resource in (await client.list_resources()).resources] == ["flash://playbook"]
     first = (await client.read_resource("flash://playbook")).contents[0].text
     assert len(first) < 11_000 and "## Start here" in first and "## The loop in detail" in first
     for address in re.findall(r"^- (flash://playbook/\S+)$", first, re.MULTILINE):

@@ -149,8 +149,7 @@ def test_runs_are_listed_newest_first_in_pages_and_by_state(store: Store) -> Non
     ids = [new_run(store) for _ in range(7)][::-1]
     first = store.runs(limit=3)
     second = store.runs(limit=3, cursor=first[-1].id)
-    third = store.runs(limit=3, cursor=second[-1].id)
-    assert [run.id for run in (*first, *second, *third)] == ids
+    assert [run.id for run in (*first, *second, *store.runs(limit=3, cursor=second[-1].id))] == ids
     queue.claim(store)
     assert [run.id for run in store.runs(state="starting")] == [ids[-1]]
     assert store.run_counts() == {"queued": 6, "starting": 1}
@@ -388,8 +387,7 @@ def test_what_was_added_is_read_back_and_what_is_removed_leaves_the_rest(tmp_pat
     first = new_target(tmp_path, "lab", values)
     assert targets(tmp_path) == {}
     write_target(tmp_path, "lab", first)
-    elsewhere = {**SLURM, "storage": "s3://bucket/flash/"}
-    write_target(tmp_path, "other", new_target(tmp_path, "other", elsewhere))
+    write_target(tmp_path, "other", new_target(tmp_path, "other", {**SLURM, "storage": "s3://bucket/flash/"}))
     (tmp_path / FILE).write_text(f"# by hand\n{(tmp_path / FILE).read_text()}")
     assert find_target(tmp_path, "lab") == first == TargetSettings(**values)
     assert find_target(tmp_path, "other").folder_of("run-1") == "s3://bucket/flash/run-folders/run-1"
@@ -470,8 +468,7 @@ def test_what_the_nodes_have_is_noted_in_no_table_below_that_of_a_target(tmp_pat
 
 def test_the_commands_add_list_and_remove(flash_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     add = ["target", "add", "lab", "--engine", "slurm", "--storage", "/shared/flash"]
-    more = ["--option=--gres=gpu:1", "--option", "-p gpu", "--env", "A=b", "--unproved"]
-    assert main([*add, *more]) == 0
+    assert main([*add, *["--option=--gres=gpu:1", "--option", "-p gpu", "--env", "A=b", "--unproved"]]) == 0
     written = tomllib.loads((flash_home / FILE).read_text())
     assert written == {"lab": {**SLURM, "options": ["--gres=gpu:1", "-p", "gpu"], "env": {"A": "b"}}}
     capsys.readouterr()

@@ -344,8 +344,7 @@ def stand_in(folder: Path, commands: dict[str, str], monkeypatch: pytest.MonkeyP
 
 @on_slurm_alone
 def test_all_targets_of_a_cluster_share_one_list_of_jobs_in_ten_seconds(harness: Harness, tmp_path: Path, monkeypatch):
-    squeue = f'echo >>{tmp_path}/calls\nexec {slurm.find("squeue")} "$@"'
-    stand_in(tmp_path, {"squeue": squeue}, monkeypatch)
+    stand_in(tmp_path, {"squeue": f'echo >>{tmp_path}/calls\nexec {slurm.find("squeue")} "$@"'}, monkeypatch)
     targets = [SlurmLauncher(2), SlurmLauncher(2, ["--partition=debug"])]
     handles = [harness.submit(launcher, attempt) for attempt, launcher in enumerate(targets, 1)]
     calls = tmp_path / "calls"
@@ -607,8 +606,7 @@ def test_ssh_has_a_folder_for_its_sockets_though_the_one_before_was_removed(tmp_
 
 @pytest.mark.parametrize(("said", "number"), [("Welcome to node 7\n4711;lab", "4711"), ("4711", "4711"), ("hello", "")])
 def test_a_greeting_of_the_host_is_no_number_of_a_job(said: str, number: str, tmp_path: Path, monkeypatch):
-    commands = {"squeue": "true", "sbatch": f"cat >/dev/null\necho '{said}'"}
-    stand_in(tmp_path, commands, monkeypatch)
+    stand_in(tmp_path, {"squeue": "true", "sbatch": f"cat >/dev/null\necho '{said}'"}, monkeypatch)
     launch = Launch("run-1", 1, SLEEPER, {}, None)
     if number:
         assert SlurmLauncher().submit(launch).id == number

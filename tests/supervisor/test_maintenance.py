@@ -318,8 +318,7 @@ def test_a_storage_that_does_not_answer_keeps_a_removed_folder_for_later(bench: 
 
 
 def aged(bench: Bench, run: Run, days: float) -> Maintenance:
-    values = [time.time() - days * DAY_S, run.id]
-    bench.store.execute("UPDATE runs SET ended = ? WHERE id = ?", values)
+    bench.store.execute("UPDATE runs SET ended = ? WHERE id = ?", [time.time() - days * DAY_S, run.id])
     return Maintenance(bench.store, bench.lab)
 
 

@@ -97,8 +97,7 @@ def deployments(store: Store) -> Iterator[Supervisor]:
 
 def new_supervisor(base: Path, worker: Sequence[str] = SCRIPTED, **timeouts: float) -> Supervisor:
     timing = dataclasses.replace(HASTE, **timeouts)
-    launcher = LocalLauncher(base / "attempts", gpus=[])
-    return Supervisor(base, launcher=launcher, worker=worker, timeouts=timing)
+    return Supervisor(base, launcher=LocalLauncher(base / "attempts", gpus=[]), worker=worker, timeouts=timing)
 
 
 def stop_all(base: Path) -> None:
@@ -214,8 +213,7 @@ async def test_a_message_is_sent_after_the_opening_of_the_run_unless_it_is_raw(
     assert (sent()["temperature"], sent()["max_tokens"]) == (0.0, 512)
     assert (await chat(message="What is 7 * 6?", raw=True)).opening is None
     assert len(sent()["messages"]) == 1
-    conversation = [Message(role="user", content="What is 7 * 6?")]
-    assert (await chat(messages=conversation)).opening is None
+    assert (await chat(messages=[Message(role="user", content="What is 7 * 6?")])).opening is None
     assert len(sent()["messages"]) == 1
 
 
@@ -576,8 +574,7 @@ def test_a_server_that_nobody_uses_ends_and_says_so_and_how_to_start_it_again(st
     run_id = make_run(store, "idle", {1: make_adapter(tmp_path / "a")})
     row = request(store, run_id)
     settle(deployments, row.id, "ready")
-    ended = settle(deployments, row.id, "stopped")
-    assert "after 60 minutes without a request" in describe(store, ended).next
+    assert "after 60 minutes without a request" in describe(store, settle(deployments, row.id, "stopped")).next
     for reference in (None, row.id):
         with pytest.raises(FlashError) as caught:
             anyio.run(partial(chat, reference, message="hello"))

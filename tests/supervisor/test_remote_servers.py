@@ -115,8 +115,7 @@ class Node:
         return False
 
     def requests(self) -> list[str]:
-        lines = (self.scratch / "log").read_text().splitlines()
-        return [line for line in lines if "HTTP/" in line]
+        return [line for line in (self.scratch / "log").read_text().splitlines() if "HTTP/" in line]
 
     def die(self) -> None:
         if self.process:
@@ -221,8 +220,7 @@ async def test_it_waits_in_the_queue_then_answers_on_its_node_and_leaves_nothing
     assert server and server.api_key == keys["VLLM_API_KEY"]
     calls = calls_of(bench.store, ready, server)
     for command in (["bash", "-c", calls.curl], [sys.executable, "-c", calls.python]):
-        said = await run_sync(lambda command=command: subprocess.check_output(command, text=True))
-        assert "hello" in said
+        assert "hello" in (await run_sync(lambda command=command: subprocess.check_output(command, text=True)))
     assert not any(value.encode() in stored(bench, tmp_path) for value in keys.values())
 
     # The next supervisor finds it.

@@ -277,8 +277,7 @@ def test_a_disk_of_temporary_files_that_is_full_is_waited_for(bench: Bench, disk
     run = bench.train({"steps": 1})
     supervisor = bench.supervisor
     supervisor.base = disk.parent  # a disk with space
-    claimed = queue.claim(bench.store)
-    assert claimed and queue.requeue(bench.store, run.id, 1, other, counts_as="nothing")
+    assert queue.claim(bench.store) and queue.requeue(bench.store, run.id, 1, other, counts_as="nothing")
     fill(disk, leave=LEAST_FREE_BYTES - MIB)
     ticks(bench, 3)
     assert bench.store.run(run.id).attempt == 1

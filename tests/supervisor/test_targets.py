@@ -578,8 +578,7 @@ def test_status_its_log_and_cancel_ask_no_store_for_a_run_elsewhere(bench: Bench
     writer.event("phase", "it prints")
     writer.beat(1, "train")
     bench.until(lambda: bench.store.log(run.id))
-    refuse = "flash_mcp.protocol.storage.connect"
-    monkeypatch.setattr(refuse, lambda *_: pytest.fail("the store was asked"))
+    monkeypatch.setattr("flash_mcp.protocol.storage.connect", lambda *_: pytest.fail("the store was asked"))
     view = report_on(bench.store, run.id, detailed=True).view
     assert (view.target, view.log_tail) == ("lab", "step 1: train")
     assert report_on(bench.store, waiting.id).view.queued_ahead == 0

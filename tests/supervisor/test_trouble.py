@@ -271,8 +271,7 @@ def test_a_damaged_file_counts_as_absent_and_the_next_attempt_ends_the_run(bench
     assert (ended.state, ended.attempt, ended.step) == ("succeeded", 2, 4)
     steps = [row.step for row in bench.store.metrics(run.id)]
     assert steps == ([2, 3, 4] if name == FILES["metrics"] else [1, 2, 3, 4])
-    saved = [row.step for row in bench.store.checkpoints(run.id)]
-    assert saved == [1, 2, 3, 4]
+    assert [row.step for row in bench.store.checkpoints(run.id)] == [1, 2, 3, 4]
     is_written_again = name in ("job.json", FILES["manifest"])
     told = any(name in warning for warning in warnings_of(bench, run))
     assert told or is_written_again or (name, damage) == (FILES["rollouts"], "empty")

@@ -125,8 +125,7 @@ def test_an_attempt_that_it_does_not_fit_starts_afresh(bench: Bench, monkeypatch
     bench.facts(bench.launch())
     pid = bench.ready()
     monkeypatch.setattr(local, "SIGNAL_TIMEOUT_S", 2.0 if case == "stopped" else WAIT_S)
-    launch = UNFIT[case](bench, monkeypatch) or bench.launch()
-    assert bench.facts(launch)["pid"] != pid
+    assert bench.facts(UNFIT[case](bench, monkeypatch) or bench.launch())["pid"] != pid
     assert is_running(pid) == (case == "several processes"), "it may serve the next attempt"
 
 

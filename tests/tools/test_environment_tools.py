@@ -149,8 +149,7 @@ async def test_a_server_of_the_mcp_package_makes_its_tasks(client: Client, tmp_p
     assert (folder / "server.py").read_text() == SERVER
     async with await EnvironmentHost.start(folder, timeout_s=20) as host:
         assert sum(host.splits.values()) > 100
-        tools = (await host.open("train", 0)).tools
-        assert [tool["function"]["name"] for tool in tools] == ["reverse", "fail"]
+        assert [tool["function"]["name"] for tool in (await host.open("train", 0)).tools] == ["reverse", "fail"]
     command = await call(client, "env_setup", template="mcp_server", server="mcp-server-time --local-timezone UTC")
     assert "SERVER = ['mcp-server-time', '--local-timezone', 'UTC']" in command["contents"]["environment.py"]
     assert "server.py" not in command["files"]
@@ -709,5 +708,4 @@ async def test_the_texts_of_a_hostile_mcp_server_are_in_the_fields_that_the_inst
     assert {"scored/replies", "tools", "opening/content", "rollouts/expected"} < found
     named = re.search(r"the fields (.*?) hold what", INSTRUCTIONS, re.DOTALL)
     assert named
-    unnamed = [field for field in found if not {*field.split("/")} & {*re.findall(r"\w+", named[1])}]
-    assert not unnamed
+    assert not [field for field in found if not {*field.split("/")} & {*re.findall(r"\w+", named[1])}]

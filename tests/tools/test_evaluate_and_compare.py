@@ -284,8 +284,7 @@ async def test_a_nucleus_counts_where_something_is_sampled(client: Client, run: 
         common = {"environment": "echo", "temperature": temperature}
         base = await call(client, "evaluate", **common, top_p=0.5)
         other = await call(client, "evaluate", **common, model=run.id)
-        body = await call(client, "compare", base=base["run_id"], other=other["run_id"])
-        assert body["verdict"] == verdict
+        assert (await call(client, "compare", base=base["run_id"], other=other["run_id"]))["verdict"] == verdict
 
 
 async def test_only_an_evaluation_of_another_model_made_alike_is_proposed_as_the_other_side(client: Client, run: Run):
@@ -347,8 +346,7 @@ async def test_a_checkpoint_or_line_of_several_is_judged_more_strictly(client: C
     assert several["verdict"] == several["table"][1]["verdict"] == "underpowered"
     assert "among so many comparisons" in several["success"]["explanation"]
     assert any("3 comparisons" in note for note in several["notes"])
-    last = await call(client, "compare", base=run.id, flips=0)
-    assert "judged at" not in last["success"]["explanation"]
+    assert "judged at" not in (await call(client, "compare", base=run.id, flips=0))["success"]["explanation"]
 
 
 async def test_tasks_of_few_kinds_are_judged_by_their_kinds(client: Client, tmp_path: Path):

@@ -18,7 +18,18 @@ from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.shared.tool_base import check_arguments
 from tests.calls import named_calls
 from tests.frozen_calls import play_evaluation
-from tests.samples import end, evaluate, finished_run, learn, push_echo, queued_run, read_in, save_adapter, started_run
+from tests.samples import (
+    end,
+    evaluate,
+    finished_run,
+    learn,
+    learning_run,
+    push_echo,
+    queued_run,
+    read_in,
+    save_adapter,
+    started_run,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_supervisor")]
 
@@ -54,10 +65,7 @@ def count_split(run: Run, tasks: int = SPLIT) -> None:
 
 
 def running(folder: Path, **metrics: float) -> Run:
-    run, writer = started_run(folder)
-    learn(writer, range(1, 12), **metrics)
-    read_in(open_store(), run.id)
-    return run
+    return learning_run(folder, range(1, 12), **metrics)[0]
 
 
 def stopped(folder: Path, state: Any, *, saved: bool = True, algorithm: str = "grpo") -> Run:

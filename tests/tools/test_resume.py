@@ -44,8 +44,7 @@ async def test_an_ended_run_goes_on_with_its_own_values(state: str, tmp_path: Pa
     assert (body["values"]["learning_rate"], body["values"]["steps"]) == (3e-4, 30)
     assert f"status(run_id={run.id!r}" in body["next"]
     # A repeat finds it, and so it does while it runs.
-    again = await train(resume=run.id, steps=30)
-    assert (again["state"], open_store().run(run.id).attempt) == ("queued", 2)
+    assert ((await train(resume=run.id, steps=30))["state"], open_store().run(run.id).attempt) == ("queued", 2)
     writer = start(run.id)
     assert not RunFolder(run.folder).is_cancelled() and RunFolder(run.folder).job()["spec"]["steps"] == 30
     assert (await train(resume=run.id, steps=30))["state"] == "running"

@@ -34,6 +34,7 @@ from tests.samples import (
     push_echo,
     queued_run,
     read_in,
+    rolled_out,
     sample_rollout,
     save_adapter,
     start,
@@ -163,11 +164,9 @@ async def test_a_clean_split_is_not_spoken_of(tmp_path: Path):
 
 
 async def test_failure_modes_are_counted_by_status_and_named_by_rollouts(tmp_path: Path):
-    run, writer = started_run(tmp_path)
     texts = ["", "so " * 100, "nothing", "The answer is 84."]
     rows = [sample_rollout(1, index, 0.9 if index == 3 else 0.0, text) for index, text in enumerate(texts)]
-    writer.rollouts(1, rows)
-    read_in(open_store(), run.id)
+    run = rolled_out(tmp_path, rows)
     expected = {"empty": 1, "looping": 1, "wrong": 1}
     assert (await call("status", run_id=run.id, detail="detailed"))["run"]["failures"] == expected
     assert "failures" not in (await call("status", run_id=run.id))["run"]
@@ -180,7 +179,6 @@ async def test_failure_modes_are_counted_by_status_and_named_by_rollouts(tmp_pat
 
 
 async def test_tool_calls_are_shown_with_their_results_and_curated_with_their_tools(tmp_path: Path):
-    run, writer = started_run(tmp_path)
     function = {"name": "add", "arguments": '{"a": 3}'}
     calls = [{"id": "call00000", "type": "function", "function": function}]
     properties = {"a": {"type": "integer"}, "unit": {"enum": ["m", "s"]}}
@@ -196,8 +194,7 @@ async def test_tool_calls_are_shown_with_their_results_and_curated_with_their_to
     ]
     rows[0] |= {"turns": 1, "tools": tools}
     rows[0]["messages"][-1] |= {"content": "<tool_call>", "bad_tool_call": "it does not parse"}
-    writer.rollouts(1, rows)
-    read_in(open_store(), run.id)
+    run = rolled_out(tmp_path, rows)
     page = await call("rollouts", run_id=run.id, which="best", limit=2)
     assert page["failures"] == {"bad_tool_call": 1} and page["tools"] == ["add(a: integer, unit?: m|s) Adds 3."]
     assert all(6 < each["expected"].count("6") < 300 for each in page["rollouts"])
@@ -221,19 +218,12 @@ async def test_the_detailed_form_has_every_metric_and_where_the_run_comes_from(t
     lineage = view["lineage"]
     assert (lineage["parent"], lineage["environment"]) == (f"{earlier.id}@10", "echo@0123456789abcdef")
     assert lineage["parent_digest"] == open_store().checkpoint(earlier.id, 10).digest
-    assert lineage["code"] == code_version()
+    assert lineage["code"] == code_version() and code_version().startswith(__version__)
+    described = os.system(f"git -C '{ROOT}' rev-parse HEAD >/dev/null 2>&1") == 0  # noqa: ASYNC221
+    assert ("+g" in code_version()) >= ((ROOT / ".git").exists() and described)
+    assert queue.job(open_store().run(started["run_id"]))["lineage"]["code"] == code_version()
     concise = (await call("status", run_id=started["run_id"]))["run"]
     assert not {"metrics", "lineage", "failures", "sources"} & set(concise)
-
-
-async def test_the_code_version_names_the_commit_of_a_checkout_and_reaches_the_worker(tmp_path: Path):
-    assert code_version().startswith(__version__)
-    root = ROOT
-    described = os.system(f"git -C '{root}' rev-parse HEAD >/dev/null 2>&1") == 0  # noqa: ASYNC221
-    if (root / ".git").exists() and described:
-        assert "+g" in code_version()
-    run, writer = started_run(tmp_path)
-    assert writer.folder.job()["lineage"] == run.lineage and run.lineage["code"] == code_version()
 
 
 @pytest.mark.slow
@@ -390,12 +380,6 @@ async def test_what_was_forgotten_is_said_by_status_and_by_the_page(
     assert compared["next"].startswith("worse_elsewhere: status(" if is_better else "claim no change")
     page = html(open_store(), run.id)
     assert "Elsewhere: regressed on 100 other tasks" in page and ", worse at other kinds of tasks" in page
-
-
-async def test_the_page_shows_the_spread_over_seeds(tmp_path: Path, html: Any):
-    push_echo(tmp_path / "e")
-    body = await call("train", environment="echo", seeds=[1, 2], steps=10)
-    assert "Seeds: 2 seeds, none with a held-out success yet" in html(open_store(), body["run_id"])
 
 
 async def test_the_ledger_adds_up_by_day_and_by_name(tmp_path: Path, flash_home: Path):

@@ -33,7 +33,6 @@ from tests.calls import call, named_calls, refused
 from tests.places import AGENT_CALCULATOR, TOOL_CALCULATOR
 from tests.samples import (
     ENVIRONMENT,
-    EVAL_EXAMPLES,
     end,
     evaluate,
     finished_run,
@@ -41,6 +40,7 @@ from tests.samples import (
     push_echo,
     queued_run,
     read_in,
+    rolled_out,
     sample_rollout,
     save_adapter,
     start,
@@ -105,8 +105,7 @@ async def test_each_rollout_of_an_agent_counts_the_same_unless_the_caller_says_o
         losses.append(values.get("loss_type"))  # none where it is the recipe's
     assert losses == [None, "rollout_mean", "dr_grpo"]
     first = await call("train", environment="agent", steps=2, idempotency_key="k")
-    again = await call("train", environment="agent", steps=2, idempotency_key="k")
-    assert again["run_id"] == first["run_id"]
+    assert (await call("train", environment="agent", steps=2, idempotency_key="k"))["run_id"] == first["run_id"]
 
 
 async def test_a_run_has_its_owners_name_and_note_and_a_repeat_changes_them(tmp_path: Path):
@@ -397,8 +396,7 @@ async def test_tokens_are_bounded_by_the_length_of_a_conversation(tmp_path: Path
     push_echo(tmp_path)
     wanted = {"environment": "echo", "steps": 1, "validate_only": True}
     checked = await call("train", **wanted, max_length=100)
-    room = 100 - checked["estimate"]["prompt_tokens_about"]
-    assert checked["estimate"]["tokens_at_most"] == 32 * room
+    assert checked["estimate"]["tokens_at_most"] == 32 * (100 - checked["estimate"]["prompt_tokens_about"])
     error = await refused("train", **wanted, max_tokens=6000)
     assert "max_length=4096" in error.what and "8192" in error.fix
     checked = await call("train", **wanted, max_tokens=6000, max_length=8000)
@@ -416,10 +414,9 @@ async def test_a_run_that_was_measured_at_its_end_alone_is_compared_with_its_sta
     learn(writer, range(1, 21))
     save_adapter(writer, 20, tmp_path)
     evaluate(writer, 20, 90)
-    end(writer, run.id, 20)
-    body = await call("status", run_id=run.id)
-    assert f"evaluate(model='{run.id}@0', limit=100) measures the start alike" in body["next"]
-    assert f"compare(base=its run_id, other='{run.id}')" in body["next"]
+    said = (await call("status", run_id=end(writer, run.id, 20).id))["next"]
+    assert f"evaluate(model='{run.id}@0', limit=100) measures the start alike" in said
+    assert f"compare(base=its run_id, other='{run.id}')" in said
 
 
 async def test_a_run_that_learnt_nothing_is_not_offered_for_deployment(tmp_path: Path):
@@ -432,17 +429,6 @@ async def test_a_run_that_learnt_nothing_is_not_offered_for_deployment(tmp_path:
 
 
 # -- status ----------------------------------------------------------------------------------------
-
-
-async def test_one_example_that_the_environment_failed_does_not_cost_the_pairs(tmp_path: Path):
-    run, writer = started_run(tmp_path)
-    evaluate(writer, 0, 40)
-    rollouts = [sample_rollout(20, index, float(index < 52)) for index in range(EVAL_EXAMPLES)]
-    rollouts[-1]["error"] = {"code": "environment_error", "what": "it raised"}
-    writer.evaluation(20, {"n": 99, "success": 52 / 99, "reward_mean": 52 / 99, "error_share": 0.01}, rollouts)
-    read_in(open_store(), run.id)
-    verdict = (await call("status", run_id=run.id))["run"]["verdict"]
-    assert verdict["outcome"] == "improved" and "the same 99 tasks (12 newly solved" in verdict["explanation"]
 
 
 async def test_a_trend_counts_steps_however_long_the_run(tmp_path: Path):
@@ -509,18 +495,13 @@ async def test_a_cost_is_shown_and_limited_only_where_there_is_a_price(tmp_path:
     view = (await call("status", run_id=run.id))["run"]
     assert view["hours"] == 1.5 and "cost" not in view
     assert (await call("catalog", kind="devices"))["spent"] == "1.50 h"
-    settings = '[cost]\nprice_per_hour = 0.5\ncurrency = "EUR"\n'
-    (flash_home / "settings.toml").write_text(settings)
+    (flash_home / "settings.toml").write_text('[cost]\nprice_per_hour = 0.5\ncurrency = "EUR"\n')
     view = (await call("status", run_id=run.id))["run"]
     assert view["cost"] == "0.75 EUR" and "1.5 h, 0.75 EUR" in progress_line(view)
     assert (await call("catalog", kind="devices"))["spent"] == "1.50 h, 0.75 EUR"
     page = html(open_store(), run.id)
     assert "<b>1.5</b> hours of work" in page and "<b>0.75 EUR</b> cost" in page
-    planned = await call("train", environment="echo", max_cost=3, validate_only=True)
-    assert planned["values"]["max_cost"] == 3
-
-
-# -- cancel ----------------------------------------------------------------------------------------
+    assert (await call("train", environment="echo", max_cost=3, validate_only=True))["values"]["max_cost"] == 3
 
 
 # -- rollouts --------------------------------------------------------------------------------------
@@ -550,24 +531,20 @@ async def test_pages_cover_each_rollout_and_checkpoint_once(tmp_path: Path):
 
 
 async def test_tool_calls_and_branches_are_searched_too(tmp_path: Path):
-    run, writer = started_run(tmp_path)
     rows = [sample_rollout(1, index, 0.5) for index in range(3)]
     call_of_tool = {"function": {"name": "look", "arguments": '{"at": "Moon"}'}}
     rows[1]["messages"][-1] = {"role": "assistant", "content": None, "tool_calls": [call_of_tool]}
     said = {"role": "assistant", "content": "I ask the moon."}
     rows[2]["branches"] = [{"of": 0, "after": 1, "turns": 1, "messages": [said]}]
-    writer.rollouts(1, rows)
-    read_in(open_store(), run.id)
+    run = rolled_out(tmp_path, rows)
     for text, indices in (('look({"at": "moon', [1]), ("moon", [1, 2]), ("the moon", [2])):
         body = await call("rollouts", run_id=run.id, contains=text, which="index")
         assert [row["index"] for row in body["rollouts"]] == indices, text
 
 
 async def test_long_transcripts_are_cut_in_the_middle_and_the_match_is_kept(tmp_path: Path):
-    run, writer = started_run(tmp_path)
     long = "start " + "blah " * 4000 + "NEEDLE " + "blah " * 4000 + "end"
-    writer.rollouts(1, [sample_rollout(1, index, 0.5, long) for index in range(8)])
-    read_in(open_store(), run.id)
+    run = rolled_out(tmp_path, [sample_rollout(1, index, 0.5, long) for index in range(8)])
     body = await call("rollouts", run_id=run.id, limit=10, max_characters=7000)
     answers = [row["messages"][-1]["content"] for row in body["rollouts"]]
     assert len(answers) == 8
@@ -580,11 +557,9 @@ async def test_long_transcripts_are_cut_in_the_middle_and_the_match_is_kept(tmp_
 
 
 async def test_a_conversation_of_very_many_turns_fits_and_can_be_paged_through(tmp_path: Path):
-    run, writer = started_run(tmp_path)
     row = sample_rollout(1, 0, 0.5)
     row["messages"] = [{"role": "assistant", "content": f"turn {number} " + "x" * 300} for number in range(120)]
-    writer.rollouts(1, [row])
-    read_in(open_store(), run.id)
+    run = rolled_out(tmp_path, [row])
     seen: list[str] = []
     while len(seen) < 120:
         body = await call("rollouts", run_id=run.id, step=1, index=0, from_message=len(seen))
@@ -596,23 +571,16 @@ async def test_a_conversation_of_very_many_turns_fits_and_can_be_paged_through(t
 
 
 async def test_the_calls_of_an_agent_are_shown_in_order_with_their_token_ids(tmp_path: Path):
-    run, writer = started_run(tmp_path)
+    names = ("number", "parent", "role", "trained", "prompt_tokens", "last")
+    rows = [(0, None, "", True, 3, 4), (1, 0, "judge", False, 6, 7), (2, 0, "", True, 6, 10)]
     common = {"conversation": 0, "finish": "stop", "completion_tokens": 2}
-    calls = [
-        {**common, "number": 0, "parent": None, "role": "", "trained": True, "prompt_tokens": 3, "last": 4},
-        {**common, "number": 1, "parent": 0, "role": "judge", "trained": False, "prompt_tokens": 6, "last": 7},
-        {**common, "number": 2, "parent": 0, "role": "", "trained": True, "prompt_tokens": 6, "last": 10},
-    ]
+    calls = [{**common, **dict(zip(names, row, strict=True))} for row in rows]
     tokens = {"ids": [*range(11)], "forks": [[8, 5]]}
-    writer.rollouts(1, [{**sample_rollout(1, 0, 0.5), "calls": calls, "tokens": tokens}])
-    read_in(open_store(), run.id)
+    run = rolled_out(tmp_path, [{**sample_rollout(1, 0, 0.5), "calls": calls, "tokens": tokens}])
     asked = {"run_id": run.id, "step": 1, "index": 0}
     (shown,) = (await call("rollouts", **asked))["rollouts"]
-    assert [(row["number"], row.get("role"), row["trained"], row["finish"]) for row in shown["calls"]] == [
-        (0, None, True, "stop"),
-        (1, "judge", False, "stop"),
-        (2, None, True, "stop"),
-    ]
+    seen = [(row["number"], row.get("role"), row["trained"], row["finish"]) for row in shown["calls"]]
+    assert seen == [(0, None, True, "stop"), (1, "judge", False, "stop"), (2, None, True, "stop")]
     assert "prompt_ids" not in shown["calls"][0]
     (shown,) = (await call("rollouts", **asked, tokens=True))["rollouts"]
     assert [row["answer_ids"] for row in shown["calls"]] == [[3, 4], [6, 7], [9, 10]]
@@ -622,13 +590,11 @@ async def test_the_calls_of_an_agent_are_shown_in_order_with_their_token_ids(tmp
 
 
 async def test_many_calls_of_long_prompts_fit_into_the_answer(tmp_path: Path):
-    run, writer = started_run(tmp_path)
     call_of = {"conversation": 0, "finish": "stop", "role": "r" * 64, "trained": True, "parent": None}
     call_of |= {"prompt_tokens": 500, "completion_tokens": 8}
     calls = [{**call_of, "number": number, "last": 508 * number + 507} for number in range(60)]
     tokens = {"ids": [100_000] * 508 * 60, "forks": [[508 * number, 0] for number in range(1, 60)]}
-    writer.rollouts(1, [{**sample_rollout(1, 0, 0.5), "calls": calls, "tokens": tokens}])
-    read_in(open_store(), run.id)
+    run = rolled_out(tmp_path, [{**sample_rollout(1, 0, 0.5), "calls": calls, "tokens": tokens}])
     body = await call("rollouts", run_id=run.id, step=1, index=0, tokens=True, max_characters=7000)
     shown = body["rollouts"][0]["calls"]
     assert len(shown) == 24 and "answer_ids" in shown[0] and "answer_ids" not in shown[-1]
@@ -636,24 +602,20 @@ async def test_many_calls_of_long_prompts_fit_into_the_answer(tmp_path: Path):
 
 
 async def test_the_models_own_turn_is_never_part_of_the_opening(tmp_path: Path):
-    run, writer = started_run(tmp_path)
     rows = [{**sample_rollout(1, 0, 0.5), "index": index} for index in range(3)]
-    writer.rollouts(1, rows)
-    read_in(open_store(), run.id)
+    run = rolled_out(tmp_path, rows)
     body = await call("rollouts", run_id=run.id)
     assert [len(row["messages"]) for row in body["rollouts"]] == [1, 1, 1]
     assert [message["role"] for message in body["opening"]] == ["system", "user"]
 
 
 async def test_failed_rollouts_show_what_failed(tmp_path: Path):
-    run, writer = started_run(tmp_path)
     row = {
         **sample_rollout(1, 0, 0.0),
         "error": {"code": "environment_error", "what": "ZeroDivisionError"},
         "finish": "error",
     }
-    writer.rollouts(1, [row])
-    read_in(open_store(), run.id)
+    run = rolled_out(tmp_path, [row])
     shown = (await call("rollouts", run_id=run.id))["rollouts"][0]
     assert shown["error"] == "[environment_error] ZeroDivisionError"
 
@@ -801,10 +763,11 @@ async def test_several_seeds_start_a_run_for_each_all_or_none(tmp_path: Path):
     assert open_store().run(one["run_id"]).seed_group is None
 
 
-async def test_status_and_compare_report_how_far_seeds_spread(tmp_path: Path):
+async def test_status_and_compare_report_how_far_seeds_spread(tmp_path: Path, html: Any):
     push_echo(tmp_path / "environment")
     ids: list[str] = []
-    await call("train", environment="echo", steps=20, seeds=[1, 2, 3])
+    first = (await call("train", environment="echo", steps=20, seeds=[1, 2, 3]))["run_id"]
+    assert "Seeds: 3 seeds, none with a held-out success yet" in html(open_store(), first)
     for run, solved in zip(reversed(open_store().runs()), (60, 90, 75), strict=True):
         ids.append(run.id)
         view = (await call("status", run_id=run.id))["run"]
@@ -860,8 +823,7 @@ async def test_going_on_from_a_run_is_a_call_that_works(tmp_path: Path, fields: 
     save_adapter(writer, 5, tmp_path / "saved", rank=fields.get("lora_rank", 32), alpha=fields.get("lora_alpha", 64))
     read_in(open_store(), run.id)
     said = (await call("checkpoints", run_id=run.id))["next"]
-    made = f"train(environment='echo', init_from_adapter='{run.id}@5'{more})"
-    assert made in said
+    assert f"train(environment='echo', init_from_adapter='{run.id}@5'{more})" in said
     checked = await call("train", **named_calls(said)[-1][1], validate_only=True)
     assert checked["warm_start"] == f"{run.id}@5"
     assert {name: checked["values"][name] for name in fields} == fields

@@ -115,8 +115,7 @@ def test_a_gguf_file_has_weights_tokenizer_and_template(
     path = folder / f"{run.id}-20-{name}.gguf"
     reader = gguf.GGUFReader(path)
     assert {tensor.tensor_type for tensor in reader.tensors} == {kind, gguf.GGMLQuantizationType.F32}
-    template = reader.fields["tokenizer.chat_template"]
-    assert template.contents() == with_tools(CHATML)
+    assert reader.fields["tokenizer.chat_template"].contents() == with_tools(CHATML)
     tokens = reader.fields["tokenizer.ggml.tokens"].contents()
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     assert tokens == tokenizer.convert_ids_to_tokens(range(len(tokens)))
@@ -245,8 +244,7 @@ async def test_a_tool_call_starts_an_export_and_the_same_call_finds_it(run: Run)
     assert {"README.md", "adapter_model.safetensors"} <= {*written}
     assert [row["step"] for row in body["checkpoints"]] == [20]
     assert (await exported(run))["export"] == body["export"] and contents(body) == written
-    error = await refused(run.id, export="gguf-f16", step=3)
-    assert "unknown_argument" in error
+    assert "unknown_argument" in (await refused(run.id, export="gguf-f16", step=3))
     assert "[unknown_checkpoint" in await refused(f"{run.id}@3", export="merged")
 
 

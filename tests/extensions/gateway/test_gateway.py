@@ -292,8 +292,7 @@ async def test_what_nobody_takes_or_brings_back_is_dropped(tmp_path: Path, monke
         assert untaken.error is not None and untaken.error["code"] == "environment_timeout"
         assert "nobody asked the gateway for a task for 0.7 s" in untaken.error["what"]
         playing = asyncio.ensure_future(rollouts(opened))
-        outside = await opened.take()
-        assert outside is not None
+        assert (await opened.take()) is not None
         (lost,) = await playing
         assert lost.error is not None and "that took the task sent no result within 0.5 s" in lost.error["what"]
 

@@ -109,8 +109,7 @@ async def test_the_hunt_raises_no_more_false_alarms_than_the_docs_say(tmp_path: 
     found = await hunted(tmp_path, CLEAN)
     count = sum(bool(each.exploits) for each in found)
     assert len(CLEAN) == 40
-    told = f"and raises {count or 'no'} false alarm"
-    assert told in " ".join(DOCS.read_text().split())
+    assert f"and raises {count or 'no'} false alarm" in " ".join(DOCS.read_text().split())
     assert count <= 1
 
 
@@ -144,8 +143,7 @@ def test_best_of_n_tells_reward_that_rises_without_success() -> None:
     shaped = [[(0.1, False), (0.9, False)]] * 4
     probe = hunting.best_of_n(shaped, "rollouts()")
     assert probe.passed is None and "rises without success" in probe.evidence and probe.fix
-    sound = [[(0.0, False), (1.0, True)]] * 4
-    assert hunting.best_of_n(sound, "rollouts()").passed
+    assert hunting.best_of_n([[(0.0, False), (1.0, True)]] * 4, "rollouts()").passed
     assert hunting.best_of_n([[(1.0, True)]], "rollouts()").passed is None
 
 

@@ -13,7 +13,7 @@ from flash_mcp.tools import checkpoints
 from tests.extensions.pages.test_forms import page
 from tests.extensions.pages.test_report import browser
 from tests.extensions.pages.test_ui import signed_in
-from tests.samples import finished_run, learn, read_in, sample_rollout, started_run
+from tests.samples import finished_run, learn, learning_run, read_in, rolled_out, sample_rollout
 from tests.server.test_http_server import give
 from tests.teams import Team, team_server
 
@@ -41,9 +41,7 @@ def test_every_button_is_pressed_by_a_test() -> None:
 
 
 def test_a_run_is_stopped(page: Any, team: Team, tmp_path: Path) -> None:
-    run, writer = started_run(tmp_path)
-    learn(writer, range(1, 4))
-    read_in(open_store(), run.id)
+    run, _ = learning_run(tmp_path, range(1, 4))
     open_run(page, team, run.id)
     page.click("[data-key=stop] summary")
     page.fill("[name=reason]", "the curve is flat")
@@ -54,9 +52,7 @@ def test_a_run_is_stopped(page: Any, team: Team, tmp_path: Path) -> None:
 
 
 def test_a_form_that_is_open_keeps_what_is_typed_while_the_run_goes_on(page: Any, team: Team, tmp_path: Path) -> None:
-    run, writer = started_run(tmp_path)
-    learn(writer, range(1, 4))
-    read_in(open_store(), run.id)
+    run, writer = learning_run(tmp_path, range(1, 4))
     open_run(page, team, run.id)
     page.click("[data-key=note] summary")
     page.fill("[name=note]", "half a thou")
@@ -81,8 +77,7 @@ def test_a_checkpoint_is_served_and_no_longer(page: Any, team: Team, tmp_path: P
 
 
 def test_a_deployment_that_is_ready_has_a_link_to_its_chat(page: Any, team: Team, tmp_path: Path) -> None:
-    run_id = finished_run(tmp_path).id
-    open_run(page, team, run_id)
+    open_run(page, team, finished_run(tmp_path).id)
     press(page, "deploy", "Serve it")
     (row,) = open_store().deployments()
     open_store().update_deployment(row.id, state="ready")
@@ -149,9 +144,7 @@ def test_the_local_owner_exports_in_a_format(local: Team, browser: Any, tmp_path
 
 @pytest.mark.hostile("pages")
 def test_a_token_that_only_reads_has_no_buttons_and_its_forms_are_refused(team: Team, tmp_path: Path) -> None:
-    run, writer = started_run(tmp_path)
-    learn(writer, range(1, 4))
-    read_in(open_store(), run.id)
+    run, _ = learning_run(tmp_path, range(1, 4))
     give("alice", "alices")
     address = f"/ui/runs/{run.id}"
     with signed_in(team, team.token("alice")) as http:
@@ -166,8 +159,7 @@ def test_a_token_that_only_reads_has_no_buttons_and_its_forms_are_refused(team: 
             answer = http.post(f"{address}/{name}", data={"deployment": "dep-x", "push_to": "bob/model"})
             assert answer.status_code in (400, 404) and answer.text.count('method="post"') == 1
     with signed_in(team, team.token("alice")) as http:
-        foreign = http.post(f"{address}/stop", headers={"origin": "https://evil.example"})
-        assert foreign.status_code == 403
+        assert http.post(f"{address}/stop", headers={"origin": "https://evil.example"}).status_code == 403
         assert http.get(f"{address}/stop").headers["location"] == address
     kept = open_store().run(run.id)
     assert kept.cancel_requested is None and kept.name is None
@@ -193,14 +185,12 @@ def test_runs_are_searched_ordered_and_kept_apart(page: Any, team: Team, tmp_pat
 
 
 def test_transcripts_share_their_opening_and_show_the_expected_answer_and_an_agents_tree(page: Any, team, tmp_path):
-    run, writer = started_run(tmp_path)
     rows = [sample_rollout(1, index, 0.9 * index) for index in range(2)]
     for row in rows:
         row["expected"] = "42"
         row["turns"] = 2
         row["branches"] = [{"after": 2, "turns": 1, "messages": [{"role": "assistant", "content": "aside"}]}]
-    writer.rollouts(1, rows)
-    read_in(open_store(), run.id)
+    run = rolled_out(tmp_path, rows)
     give("alice", "alices")
     page.goto(f"{team.url}/ui/runs/{run.id}/rollouts")
     assert page.locator("pre:text-is('Use <calc> to calculate.')").count() == 1

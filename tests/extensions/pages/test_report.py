@@ -25,8 +25,10 @@ from tests.samples import (
     evaluate,
     finished_run,
     learn,
+    learning_run,
     push_echo,
     read_in,
+    rolled_out,
     sample_rollout,
     save_adapter,
     start,
@@ -154,8 +156,7 @@ def test_the_page_has_the_figures_of_status(tmp_path: Path):
         *(view.metrics or {}),
     ):
         assert text in page.text
-    drawn = [attributes for tag, attributes in page.found if tag == "polyline"]
-    assert len(drawn) >= 6
+    assert len([attributes for tag, attributes in page.found if tag == "polyline"]) >= 6
 
 
 def test_the_owners_name_and_note_are_text_on_the_page(tmp_path: Path):
@@ -167,9 +168,7 @@ def test_the_owners_name_and_note_are_text_on_the_page(tmp_path: Path):
 
 
 def test_flags_and_failure_modes_stand_on_the_page_with_evidence_and_remedy(tmp_path: Path):
-    run, writer = started_run(tmp_path)
-    learn(writer, range(1, 12), **{"rollouts/truncated_share": 0.6})
-    read_in(open_store(), run.id)
+    run, _ = learning_run(tmp_path, range(1, 12), **{"rollouts/truncated_share": 0.6})
     text = Tags(html(open_store(), run.id)).text
     assert "truncation" in text and "60 % of the rollouts of steps 2 to 11" in text and "max_tokens" in text
 
@@ -209,9 +208,7 @@ def test_a_page_never_says_that_nothing_warns_where_nothing_succeeded(tmp_path: 
 
 
 def test_large_rewards_and_times_are_as_people_write_them(tmp_path: Path):
-    run, writer = started_run(tmp_path)
-    writer.rollouts(1, [sample_rollout(1, 0, 12345.0)])
-    read_in(open_store(), run.id)
+    run = rolled_out(tmp_path, [sample_rollout(1, 0, 12345.0)])
     open_store().execute("UPDATE runs SET started = 1, ended = 11521 WHERE id = ?", [run.id])
     text = Tags(html(open_store(), run.id)).text
     assert "reward 12,345" in text and "3 h 12 min time" in text
@@ -245,11 +242,8 @@ def test_nothing_that_a_run_wrote_becomes_part_of_the_page(tmp_path: Path):
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_a_run_that_has_hardly_begun_has_a_page(tmp_path: Path, steps: int):
-    run, writer = started_run(tmp_path)
-    learn(writer, range(1, steps + 1))
-    read_in(open_store(), run.id)
-    text = Tags(html(open_store(), run.id)).text
-    assert ("No steps yet." in text) == (steps == 0)
+    run, _ = learning_run(tmp_path, range(1, steps + 1))
+    assert ("No steps yet." in Tags(html(open_store(), run.id)).text) == (steps == 0)
 
 
 def test_the_command_writes_the_page_and_says_where(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]):

@@ -18,7 +18,7 @@ from flash_mcp.tools.shared.run_view import report_on
 from tests.extensions.pages.test_report import HOSTILE, Tags, browser, hostile_run
 from tests.places import ROOT
 from tests.ports import free_port
-from tests.samples import finished_run, learn, read_in, started_run
+from tests.samples import finished_run, learn, learning_run, read_in
 from tests.server.test_http_server import give
 from tests.teams import Team, team_server
 from tests.waiting import WAIT_S
@@ -224,9 +224,7 @@ def test_nothing_that_a_run_wrote_acts_on_a_page(team: Team, tmp_path: Path) -> 
 
 
 def test_events_come_when_something_about_the_run_changes(team: Team, tmp_path: Path) -> None:
-    run, writer = started_run(tmp_path)
-    learn(writer, range(1, 3))
-    read_in(open_store(), run.id)
+    run, writer = learning_run(tmp_path, range(1, 3))
     give("alice", "alices")
 
     def go_on() -> None:
@@ -283,9 +281,7 @@ def test_the_command_prints_an_address_that_opens_the_pages(flash_home: Path) ->
 
 
 def test_in_a_browser_a_page_follows_its_run(team: Team, tmp_path: Path, browser: Any) -> None:
-    run, writer = started_run(tmp_path)
-    learn(writer, range(1, 3))
-    read_in(open_store(), run.id)
+    run, writer = learning_run(tmp_path, range(1, 3))
     give("alice", "alices")
     page = browser.new_page(viewport={"width": 380, "height": 800})
     said: list[str] = []

@@ -154,8 +154,7 @@ async def test_a_streamed_answer_is_put_together(tmp_path: Path, monkeypatch: py
     text = (await ask(tmp_path, monkeypatch, messages=PLAIN, stream=True)).text
     assert text.endswith("data: [DONE]\n\n") and "token_ids" not in text and "-3.0" not in text
     parts = [json.loads(event[6:]) for event in text.split("\n\n") if event.startswith("data: {")]
-    said = [part["choices"][0]["delta"].get("content", "") for part in parts]
-    assert "".join(said) == "hello"
+    assert "".join([part["choices"][0]["delta"].get("content", "") for part in parts]) == "hello"
     (line,) = recording.lines()
     assert line["answer"]["content"] == "hello" and line["answer"]["tool_calls"] == [CALL]
     assert (line["token_ids"], line["logprobs"]) == ([0, 1, 2, 3], [0.0, -1.0, -2.0, -3.0])
@@ -167,8 +166,7 @@ async def test_nothing_else_is_recorded(tmp_path: Path, monkeypatch: pytest.Monk
     await ask(tmp_path, monkeypatch, model="dep-2")
     await ask(tmp_path, monkeypatch, model="../dep-1")
     for path in ("/responses", "/messages", "/completions"):
-        answer = await ask(tmp_path, monkeypatch, path=path, input="x")
-        assert answer.json() == {**ASKED, "input": "x"}
+        assert (await ask(tmp_path, monkeypatch, path=path, input="x")).json() == {**ASKED, "input": "x"}
     refused = await ask(tmp_path, monkeypatch, messages=[{"role": "user", "content": "refuse"}])
     assert (refused.status_code, refused.json()["error"]["message"]) == (400, "no")
     recording.stop()

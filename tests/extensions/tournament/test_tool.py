@@ -46,8 +46,7 @@ async def test_an_arm_that_loses_goes_and_the_last_one_left_is_the_winner(client
     tasks = [open_store().run(entry["runs"]["1"]).evaluation.tasks for entry in row.rounds]
     used = [task for part in tasks for task in part]
     assert len(used) == len({*used}) == body["tasks"], "no round takes the tasks of another"
-    again = await call(client, "tournament", tournament_id=body["tournament_id"])
-    assert again == {**body, "created": False}
+    assert (await call(client, "tournament", tournament_id=body["tournament_id"])) == {**body, "created": False}
 
 
 @pytest.mark.slow
@@ -63,8 +62,7 @@ async def test_equal_arms_end_without_a_claim_and_with_intervals(client: Client)
     specs = [open_store().run(row["run_id"]).evaluation for row in body["arms"]]
     assert [spec.system_prompt for spec in specs] == ["Be right.", ""]
     assert specs[0].tasks == specs[1].tasks and specs[0].seed == specs[1].seed
-    listed = (await call(client, "status"))["runs"][0]
-    assert listed["name"] == f"{body['tournament_id']} round 3: as good"
+    assert (await call(client, "status"))["runs"][0]["name"] == f"{body['tournament_id']} round 3: as good"
 
 
 @pytest.mark.slow
