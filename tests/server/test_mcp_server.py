@@ -132,7 +132,8 @@ async def test_wrong_values_are_explained_one_field_a_line_without_the_validator
     assert "pydantic" not in text_of(result) and "Arguments" not in text_of(result)
 
 
-async def test_a_list_given_as_json_text_is_understood(client: Client):
+async def test_a_missing_argument_is_named_and_a_list_given_as_json_text_is_understood(client: Client):
+    assert "run_id" in text_of(await client.call_tool("cancel", {}))
     result = await client.call_tool("train", {"environment": "echo", "secrets": '["A", "B"]'})
     assert code_of(result) == "unknown_environment"
 
@@ -143,10 +144,6 @@ async def test_an_error_about_a_long_text_is_short(client: Client):
         ("status", dict.fromkeys(map(str, range(50_000)))),
     ):
         assert len(text_of(await client.call_tool(tool, arguments))) < 8000
-
-
-async def test_a_missing_argument_is_named(client: Client):
-    assert "run_id" in text_of(await client.call_tool("cancel", {}))
 
 
 class Said(Result):
@@ -212,22 +209,16 @@ async def odd(request: pytest.FixtureRequest) -> AsyncGenerator[Client]:
         yield connected
 
 
-async def test_a_defect_reaches_the_caller_as_an_id_and_the_log_with_its_traceback(odd: Client, flash_home: Path):
+async def test_what_a_tool_foresees_or_says_at_length_and_a_defect_reach_the_caller(odd: Client, flash_home: Path):
+    assert text_of(await odd.call_tool("refuses", {})) == "[port_taken port=80] another listens. Fix: choose another"
+    body = body_of(await odd.call_tool("talks", {}))
+    assert "characters cut" in body["said"] and "too long" in body["cut"]
+    # A defect is told by an id; the log has its traceback.
     result = await odd.call_tool("fails", {})
     assert code_of(result) == "internal" and "secret detail" not in text_of(result)
     identity = text_of(result).partition("id=")[2].partition("]")[0].split()[0]
     log = (flash_home / "logs" / "server.log").read_text()
-    assert f"id={identity}" in log and "ZeroDivisionError: the secret detail" in log
-    assert "in fails" in log
-
-
-async def test_a_foreseen_failure_reaches_the_caller_word_for_word(odd: Client):
-    assert text_of(await odd.call_tool("refuses", {})) == "[port_taken port=80] another listens. Fix: choose another"
-
-
-async def test_a_result_that_is_too_long_is_cut_and_says_so(odd: Client):
-    body = body_of(await odd.call_tool("talks", {}))
-    assert "characters cut" in body["said"] and "too long" in body["cut"]
+    assert f"id={identity}" in log and "ZeroDivisionError: the secret detail" in log and "in fails" in log
 
 
 @pytest.mark.slow
@@ -254,7 +245,7 @@ async def test_a_text_that_is_json_stays_a_text_and_a_list_as_json_is_a_list(odd
     assert body_of(await odd.call_tool("repeats", given))["said"] == repr((text, text, text, ["a", "b"]))
 
 
-async def test_progress_reaches_a_client_that_asks_for_it(odd: Client):
+async def test_progress_reaches_a_client_that_asks_and_without_a_share_once_a_second_at_most(odd: Client):
     heard: list[tuple[float, str | None]] = []
 
     async def hear(progress: float, total: float | None, message: str | None) -> None:
@@ -262,14 +253,7 @@ async def test_progress_reaches_a_client_that_asks_for_it(odd: Client):
 
     await odd.call_tool("reports", {}, progress_callback=hear)
     assert [message for _, message in heard] == ["at 25%", "at 50%", "at 100%"] and heard == sorted(heard)
-
-
-async def test_progress_without_a_share_is_told_once_a_second_at_most(odd: Client):
-    heard: list[str | None] = []
-
-    async def hear(progress: float, total: float | None, message: str | None) -> None:
-        heard.append(message)
-
+    heard.clear()
     started = time.monotonic()
     await odd.call_tool("babbles", {}, progress_callback=hear)
     assert 1 <= len(heard) <= 1 + (time.monotonic() - started)

@@ -79,13 +79,9 @@ def test_the_job_holds_what_a_worker_needs(store: Store) -> None:
         "run_id", "owner", "spec", "sources", "environment", "model", "init_adapter", "dataset", "lineage", "created",
         "mixture", "regression", "started", "teacher",
     }  # fmt: skip
-    assert job["environment"] == {
-        "name": "calc",
-        "owner": "local",
-        "digest": "abcdef123456",
-        "path": "/environments/calc/abcdef123456",
-    }
-    assert (job["run_id"], job["init_adapter"]) == (run.id, adapter)
+    digest = "abcdef123456"
+    named = {"name": "calc", "owner": "local", "digest": digest, "path": f"/environments/calc/{digest}"}
+    assert job["environment"] == named and (job["run_id"], job["init_adapter"]) == (run.id, adapter)
 
 
 def test_the_same_key_and_request_give_the_first_run(store: Store) -> None:
@@ -172,16 +168,6 @@ def test_a_requeued_run_waits_for_its_delay_and_then_goes_before_newer_ones(stor
     assert claim(store).id == third.id
 
 
-def test_no_attempt_is_made_beyond_the_last(store: Store) -> None:
-    run, _ = enqueue(store, max_attempts=2)
-    claim(store)
-    assert queue.requeue(store, run.id, 1, LOST)
-    claim(store)
-    assert not queue.requeue(store, run.id, 2, LOST)
-    assert queue.finish(store, run.id, 2, "failed", error=LOST.to_dict())
-    assert store.run(run.id).state == "failed"
-
-
 def test_how_many_steps_a_run_makes_is_what_its_worker_said_last(store: Store) -> None:
     run, _ = enqueue(store, algorithm="sft", epochs=2)
     claim(store)
@@ -189,28 +175,6 @@ def test_how_many_steps_a_run_makes_is_what_its_worker_said_last(store: Store) -
     for beat, expected in (({}, None), ({"steps": None}, None), ({"steps": 12}, 12), ({}, 12), ({"steps": 13}, 13)):
         assert queue.record_beat(store, run.id, 1, {"step": 1, "phase": "train", **beat}, progressed=True)
         assert store.run(run.id).steps == expected
-
-
-def test_a_word_about_an_older_attempt_changes_nothing(store: Store) -> None:
-    run, _ = enqueue(store)
-    claim(store)
-    queue.requeue(store, run.id, 1, LOST)
-    before = claim(store)
-    assert not queue.mark_running(store, run.id, 1)
-    assert not queue.record_beat(store, run.id, 1, {"step": 9, "phase": "train"}, progressed=True)
-    assert not queue.requeue(store, run.id, 1, LOST) and not queue.finish(store, run.id, 1, "succeeded", step=9)
-    assert store.run(run.id) == before
-
-
-def test_a_success_clears_the_error_of_a_lost_attempt(store: Store) -> None:
-    run, _ = enqueue(store)
-    claim(store)
-    queue.requeue(store, run.id, 1, LOST)
-    claim(store)
-    queue.mark_running(store, run.id, 2)
-    assert queue.finish(store, run.id, 2, "succeeded", step=5)
-    ended = store.run(run.id)
-    assert (ended.state, ended.error, ended.step) == ("succeeded", None, 5)
 
 
 def test_a_queued_run_is_cancelled_at_once(store: Store) -> None:
@@ -318,9 +282,12 @@ class RunLife(RuleBasedStateMachine):
     @rule(attempt=st.integers(0, 4), state=st.sampled_from(["succeeded", "failed", "cancelled"]))
     def finish(self, attempt: int, state: queue.EndState) -> None:
         active = self.state in ("queued", "starting", "running") and attempt == self.attempt
-        assert queue.finish(self.store, self.run_id, attempt, state, step=1, error=LOST.to_dict()) == active
+        error = LOST.to_dict() if state == "failed" else None
+        assert queue.finish(self.store, self.run_id, attempt, state, step=60, error=error) == active
         if active:
             self.state = "cancelled" if self.cancel_wanted else state
+            ended = self.store.run(self.run_id)  # the error of a lost attempt before is no more said
+            assert (ended.error is None, ended.step) == (self.state != "failed", 60)
 
     @rule()
     def cancel(self) -> None:

@@ -180,6 +180,9 @@ def test_a_kill_between_any_two_file_operations_leaves_a_folder_that_resumes(tmp
 
 
 def test_the_newest_the_best_and_those_in_use_stay(store: Store, tmp_path: Path) -> None:
+    few, _ = saved(tmp_path / "few", keep_checkpoints=9)
+    prune_checkpoints(store, store.run(few.id))
+    assert steps(store, few) == list(STEPS)
     run, writer = saved(tmp_path, keep_checkpoints=2)
     served = serving.request(store, run.id, step=1)
     store.update_deployment(served.id, state="stopped")
@@ -210,12 +213,6 @@ def test_an_evaluation_that_environment_code_failed_makes_no_checkpoint_the_best
     prune_checkpoints(store, store.run(run.id))
     assert steps(store, run) == [3, 8, 9, 10]
     end(writer, run.id, 10)
-
-
-def test_few_checkpoints_all_stay(store: Store, tmp_path: Path) -> None:
-    run, _ = saved(tmp_path, keep_checkpoints=9)
-    prune_checkpoints(store, store.run(run.id))
-    assert steps(store, run) == list(STEPS)
 
 
 def test_a_kill_while_checkpoints_are_deleted_is_made_good(store: Store, tmp_path: Path, monkeypatch):

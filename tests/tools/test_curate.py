@@ -148,8 +148,7 @@ async def test_a_dry_run_writes_nothing_and_a_dataset_is_kept_under_its_content_
     assert body["created"] is True and body["dataset"] in body["next"]
     rows, held_back = kept.rows(), kept.rows(datasets.HOLDOUT)
     assert (len(rows), len(held_back)) == (body["counts"]["train_rows"], body["counts"]["holdout_rows"])
-    assert rows
-    assert held_back and len(rows) + len(held_back) == 8
+    assert rows and held_back and len(rows) + len(held_back) == 8
     assert all(row["prompt_messages"] == 3 and row["provenance"]["run_id"] == run.id for row in rows)
     manifest = kept.manifest
     assert manifest["environment"] == {"name": "numbers", "digest": "0123456789abcdef", "args": {}}

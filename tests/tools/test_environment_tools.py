@@ -707,5 +707,4 @@ async def test_the_texts_of_a_hostile_mcp_server_are_in_the_fields_that_the_inst
     found = set().union(*(fields_with("STEERING", report) for report in reports))
     assert {"scored/replies", "tools", "opening/content", "rollouts/expected"} < found
     named = re.search(r"the fields (.*?) hold what", INSTRUCTIONS, re.DOTALL)
-    assert named
-    assert not [field for field in found if not {*field.split("/")} & {*re.findall(r"\w+", named[1])}]
+    assert named and not [field for field in found if not {*field.split("/")} & {*re.findall(r"\w+", named[1])}]

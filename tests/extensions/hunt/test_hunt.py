@@ -109,8 +109,7 @@ async def test_the_hunt_raises_no_more_false_alarms_than_the_docs_say(tmp_path: 
     found = await hunted(tmp_path, CLEAN)
     count = sum(bool(each.exploits) for each in found)
     assert len(CLEAN) == 40
-    assert f"and raises {count or 'no'} false alarm" in " ".join(DOCS.read_text().split())
-    assert count <= 1
+    assert f"and raises {count or 'no'} false alarm" in " ".join(DOCS.read_text().split()) and count <= 1
 
 
 async def test_a_gold_answer_that_earns_more_when_padded_is_an_exploit(tmp_path: Path) -> None:
