@@ -40,7 +40,6 @@ except BaseException as error:
 
 PRELUDE = """
 import ctypes, errno, fcntl, mmap, os, platform, resource, signal, socket, struct, subprocess, sys, tempfile, time
-
 libc = ctypes.CDLL(None, use_errno=True)
 here = tempfile.mkdtemp()
 own = os.path.join(here, "own")
@@ -64,16 +63,13 @@ numbers = {
     clone3=435, pidfd_open=434, pidfd_getfd=438, open_tree=428, move_mount=429, fsopen=430, mount_setattr=442,
     prlimit=0,
 )
-
 def call(name, *arguments):
     return checked(libc.syscall(numbers[name], *arguments))
-
 def checked(result):
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     return result
-
 def in_fork(action):
     # What it would change, if it succeeded, ends with the fork.
     pid = os.fork()
@@ -90,27 +86,20 @@ def in_fork(action):
         raise RuntimeError(f"ended by signal {os.WTERMSIG(status)}")
     if os.WEXITSTATUS(status):
         raise OSError(os.WEXITSTATUS(status), os.strerror(os.WEXITSTATUS(status)))
-
 def handle_of(path):
     handle = ctypes.create_string_buffer(struct.pack("Ii", 128, 0) + bytes(128))
     call("name_to_handle_at", -100, path.encode(), handle, ctypes.byref(ctypes.c_int()), 0)
     return handle
-
 def write(path, text):
     with open(path, "w") as file:
         file.write(text)
-
 def longs(*values):
     return struct.pack("Q" * len(values), *values)
-
 size = ctypes.c_size_t
-
 def vector(buffer):
     return longs(ctypes.addressof(buffer), len(buffer))
-
 def our_fault(code):
     from environments.faults import EnvironmentFault
-
     return EnvironmentFault(code, "Fix: send keys")
 """
 
@@ -333,21 +322,16 @@ ABSENT = {
 """{act: what it is told where there is no such thing, as in a namespace of its own}"""
 
 NEEDS = {
-    "that a file of the state is there": "attributes",
-    "that it is there, from the working directory": "attributes",
-    "that it is there, by the process's root": "attributes",
-    "where a link of the state leads": "attributes",
+    "that a file of the state is there": "attributes", "that it is there, from the working directory": "attributes",
+    "that it is there, by the process's root": "attributes", "where a link of the state leads": "attributes",
     "that a file is there, its size and times": "attributes",
     "that a file is there, by way of the parent of the root": "attributes",
-    "that a file is there, from its own folder": "attributes",
-    "where a link leads": "attributes",
+    "that a file is there, from its own folder": "attributes", "where a link leads": "attributes",
     "a folder outside by a descriptor": "attributes",
-    "the machine's disks and folders in the list of mounts": "attributes",
-    "the times of a secret": "attributes",
-    "an attribute of a secret": "attributes",
-    "the shared memory of others": "attributes",
+    "the machine's disks and folders in the list of mounts": "attributes", "the times of a secret": "attributes",
+    "an attribute of a secret": "attributes", "the shared memory of others": "attributes",
     "a list of the machine's connections": "process_tree",
-}
+}  # fmt: skip
 """Protections without which an act succeeds."""
 
 FAULTS = {

@@ -26,13 +26,8 @@ def _with_nan(path: Path) -> None:
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "not UTF-8": lambda path: path.write_bytes(b'{"step": "\xff\xfe"}'),
-    "cut": lambda path: path.write_bytes(path.read_bytes()[:-5]),
-    "empty": lambda path: path.write_bytes(b""),
-    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
-    "a list": lambda path: path.write_text("[1]"),
-    "other fields": lambda path: path.write_text('{"step": "two", "epoch": [], "error": 7}'),
-    "NaN": _with_nan,
-    "a folder": _into_a_folder,
-    "a pipe": _into_a_pipe,
-    "huge": _into_a_huge_file,
-}
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-5]), "empty": lambda path: path.write_bytes(b""),
+    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)), "a list": lambda path: path.write_text("[1]"),
+    "other fields": lambda path: path.write_text('{"step": "two", "epoch": [], "error": 7}'), "NaN": _with_nan,
+    "a folder": _into_a_folder, "a pipe": _into_a_pipe, "huge": _into_a_huge_file,
+}  # fmt: skip

@@ -35,18 +35,14 @@ GOLDEN = Path(__file__).with_name("golden")
 COMMAND = re.compile(r"^    ([a-z][\w-]*)", re.MULTILINE)
 
 COMMANDS = {
-    "status": ["status"],
-    "status-improved": ["status", "run-improved"],
-    "status-failed": ["status", "run-failed"],
+    "status": ["status"], "status-improved": ["status", "run-improved"], "status-failed": ["status", "run-failed"],
     "rollouts": ["rollouts", "run-improved", "--best", "2"],
     "compare": ["compare", "run-eval-base", "--other", "run-eval-trained", "--flips", "1"],
     "catalog": ["catalog", "--kind", "models", "--contains", "360m"],
-    "report": ["report", "run-improved", "--to", "FOLDER/page.html"],
-    "unknown-run": ["status", "run-none"],
-    "unknown-run-json": ["status", "run-none", "--json"],
-    "unknown-option": ["train", "--step", "3"],
+    "report": ["report", "run-improved", "--to", "FOLDER/page.html"], "unknown-run": ["status", "run-none"],
+    "unknown-run-json": ["status", "run-none", "--json"], "unknown-option": ["train", "--step", "3"],
     "remove": ["remove", "run-improved", "--dry-run"],
-}
+}  # fmt: skip
 """What is printed of the store that the calls leave: {golden file: words after flash-mcp}."""
 
 

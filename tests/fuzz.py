@@ -179,11 +179,9 @@ def fuzz(cases: int, folder: Path, *, seed: int | None = None) -> Outcomes:
             tools = portal.call(client.list_tools).tools
 
             limits = settings(
-                max_examples=-(-cases // len(tools)),
-                deadline=None,
-                database=None,
+                max_examples=-(-cases // len(tools)), deadline=None, database=None,
                 suppress_health_check=list(HealthCheck),
-            )
+            )  # fmt: skip
 
             def one(call: tuple[str, Json]) -> None:
                 name, arguments = call

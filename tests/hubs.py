@@ -126,16 +126,11 @@ class Hub:
 def hubs() -> list[Hub]:
     return [
         Hub("reasoning-gym", "reasoning-gym", [f"reasoning-gym:{d}" for d in references.DATASETS]),
-        Hub("gem", "gem-llm"),
-        Hub("gem", "gem-llm", [EXAMPLE]),
-        Hub("textarena", "textarena"),
-        Hub("openenv", "openenv"),
-        Hub("verifiers", "verifiers"),
-        Hub("inspect", "inspect-evals"),
-        Hub("freesolo_single", "freesolo", ["single turn"]),
-        Hub("freesolo_multi", "freesolo", ["several turns"]),
+        Hub("gem", "gem-llm"), Hub("gem", "gem-llm", [EXAMPLE]), Hub("textarena", "textarena"),
+        Hub("openenv", "openenv"), Hub("verifiers", "verifiers"), Hub("inspect", "inspect-evals"),
+        Hub("freesolo_single", "freesolo", ["single turn"]), Hub("freesolo_multi", "freesolo", ["several turns"]),
         Hub("math_verify", "math-verify", ["math-verify"]),
-    ]
+    ]  # fmt: skip
 
 
 def is_installed(folder: Path) -> bool:

@@ -50,60 +50,42 @@ CLEAN = [
 MANY = (
     ROWS
     + '''
-
 def hint(self):
     return ""
-
 def gold(self, example):
     return example.output
-
 def pay(self, text, example):
     return 0.0
-
 def build_prompt_messages(self, example):
     return [{"role": "user", "content": f"{example.input} {self.hint()}".strip()}]
-
 def start_episode(self, example):
     return self.build_prompt_messages(example)
-
 def sft_completion(self, example):
     return [{"role": "assistant", "content": self.gold(example)}]
-
 def score_response(self, example, text):
     right = bool(self.right(text or "", example))
     return RewardResult(1.0 if right else self.pay(text or "", example), success=right)
-
 for function in (hint, gold, pay, build_prompt_messages, sft_completion, score_response):
     setattr(Rows, function.__name__, function)
 Dialogue.start_episode = start_episode
-
-
 class Sums(Rows):
     pass
-
-
 class Calling(Dialogue):
     """A conversation with a tool that looks up nothing of use."""
-
     tools = ({"type": "function", "function": {
         "name": "look_up",
         "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
     }},)
-
     def step_episode(self, example, messages, assistant_response):
         calls = messages[-1].get("tool_calls") or []
         replies = [{"role": "tool", "tool_call_id": call["id"], "content": "no entry"} for call in calls]
         return EnvironmentStepResult(done=not calls, messages=replies)
-
     def score_episode(self, example, episode):
         right = self.right(episode.response_text or "", example)
         calls = [call for message in episode.messages for call in message.get("tool_calls") or []]
         return RewardResult(1.0 if right else self.pay_for(calls, example), success=right)
-
-
 class Sample(EnvironmentMultiTurn):
     """Every environment behind one: the id of a task says whose it is."""
-
     def __init__(self):
         self.parts = [part() for part in PARTS]
         self.dataset = [
@@ -111,28 +93,18 @@ class Sample(EnvironmentMultiTurn):
             for n, part in enumerate(self.parts)
             for task in (part.dataset + part.eval_dataset)[:16]
         ]
-
     def new_episode(self, example):
         return self.part(example).new_episode(example)
-
     def part(self, example):
         return self.parts[int(example.id.partition(":")[0])]
-
     def sft_completion(self, example):
         return self.part(example).sft_completion(example)
-
     def episode_tools(self, example):
         return self.part(example).tools
-
     def start_episode(self, example): ...
-
     def max_episode_turns(self, example): ...
-
     def step_episode(self, example, messages, assistant_response): ...
-
     def score_episode(self, example, episode): ...
-
-
 PARTS = []
 '''
 )

@@ -89,11 +89,9 @@ class Cluster:
         (home / ".ssh").mkdir(exist_ok=True)
         (home / ".bashrc").touch()
         self.slurm.bound = {
-            Path(str(slurm.find("curl"))): self.folder / "curl",
-            Path("/etc/hosts"): self.folder / "hosts",
-            home / ".bashrc": self.folder / "bashrc",
-            home / ".ssh": self.folder / "nobody",
-        }
+            Path(str(slurm.find("curl"))): self.folder / "curl", Path("/etc/hosts"): self.folder / "hosts",
+            home / ".bashrc": self.folder / "bashrc", home / ".ssh": self.folder / "nobody",
+        }  # fmt: skip
 
     def _write(self, name: str, text: str, **values: object) -> Path:
         path = self.folder / name

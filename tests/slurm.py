@@ -163,13 +163,9 @@ def daemon(command, variables, hidden, log, bound=None) -> subprocess.Popen[byte
         command = ["unshare", "--mount", "sh", "-c", f'{mounts}exec "$@"', "sh", *command]
     with log.open("ab") as output:
         return subprocess.Popen(
-            command,
-            env={**os.environ, **variables},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
+            command, env={**os.environ, **variables}, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
             start_new_session=True,
-        )
+        )  # fmt: skip
 
 
 @contextmanager

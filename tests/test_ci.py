@@ -36,12 +36,10 @@ def ci(
     run = (ROOT / ".ci" / "run").read_text()
     commands = {
         ".ci/run": run.replace("until=$((began + 18 * 60))", f"until=$((began + {until}))"),
-        ".venv/bin/python": touched,
-        "scripts/install": "",
-        "scripts/lint": lint,
+        ".venv/bin/python": touched, "scripts/install": "", "scripts/lint": lint,
         "scripts/test": f'case "$*" in *--long*) {long};; *) {TESTS.format(failures=failures)};; esac',
         "scripts/test-engines": engines,
-    }
+    }  # fmt: skip
     for name, command in commands.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(f"#!/bin/sh\n{command}\n")

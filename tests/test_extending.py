@@ -133,7 +133,6 @@ QUICK = ("tests/cli", "tests/server", "tests/state", "tests/tools")
 CORE = """
 import asyncio, importlib, json, os, sys
 import mcp.client, mcp.server.mcpserver, mcp.server.streamable_http, httpx, jinja2, psutil, uvicorn  # shared by all
-
 modules, *folders = sys.argv[1:]
 for folder in folders:
     if os.fork():

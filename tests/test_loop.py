@@ -35,23 +35,17 @@ def test_the_loop_ends_with_what_each_round_was_worth(tiny_model: Path, tmp_path
         async with connected(Console(file=said, width=200)) as session:
             pushed = await session.call("env_push", folder=str(folder), name="vowels")
             task = Task(
-                "write vowels",
-                pushed["environment"],
-                {"max_tokens": 8},
-                {"attempts": 4},
-                {"epochs": 1, **SHORT},
+                "write vowels", pushed["environment"], {"max_tokens": 8}, {"attempts": 4}, {"epochs": 1, **SHORT},
                 {"steps": 2, "group_size": 4, **SHORT},
-            )
+            )  # fmt: skip
             return await play(session, task, str(tiny_model), tmp_path)
 
     found = anyio.run(loop)
     assert [*found["evaluations"]] == ["base", "sft", "grpo"]
     assert found["curated"]["train_rows"] > 0 and found["sampled"]["n"] == 48
     assert [(row["base"], row["other"]) for row in found["comparisons"]] == [
-        ("base", "sft"),
-        ("sft", "grpo"),
-        ("base", "grpo"),
-    ]
+        ("base", "sft"), ("sft", "grpo"), ("base", "grpo"),
+    ]  # fmt: skip
     table = markdown({"vowels": found})
     base = found["evaluations"]["base"]
     assert f"| base | {base['success']:.3f} | {base['low']:.3f} to {base['high']:.3f} |" in table
@@ -64,11 +58,9 @@ def test_the_loop_ends_with_what_each_round_was_worth(tiny_model: Path, tmp_path
 @pytest.mark.parametrize("folder", [dates.FOLDER, dates.JSON_FOLDER], ids=lambda folder: folder.name)
 def test_an_agent_plays_the_loop_within_its_calls_and_tokens(folder: Path, tiny_model: Path, flash_home: Path) -> None:
     plan = Plan(
-        {"max_tokens": 8, "eval_after": True, "eval_examples": 20},
-        {"steps": 3, "eval_before": True, **SHORT},
-        {"steps": 2, "group_size": 4, **SHORT},
-        export="merged",
-    )
+        {"max_tokens": 8, "eval_after": True, "eval_examples": 20}, {"steps": 3, "eval_before": True, **SHORT},
+        {"steps": 2, "group_size": 4, **SHORT}, export="merged",
+    )  # fmt: skip
 
     async def loop(model: Path) -> Json:
         async with connected(Console(file=io.StringIO())) as session:

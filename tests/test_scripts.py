@@ -155,11 +155,7 @@ def test_the_faults_of_a_rehearsal_are_of_all_kinds_and_those_of_its_seed() -> N
 def test_style_imports_and_sizes_are_clean() -> None:
     """Types take a minute: .ci/run has scripts/lint check them before it runs any test."""
     done = subprocess.run(
-        ["scripts/lint", "--style"],
-        cwd=Path(__file__).parent.parent,
-        capture_output=True,
-        text=True,
-        check=False,
+        ["scripts/lint", "--style"], cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False,
         timeout=850,
-    )
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

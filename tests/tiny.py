@@ -77,5 +77,14 @@ def make_tiny_adapter(folder: Path, base: Path, *, rank: int = 4, alpha: int = 8
     return folder
 
 
+def change_adapter(policy: Any, std: float = 0.05, *, seed: int = 1, part: str = "lora_B") -> Any:
+    """The policy, with these weights of its adapter drawn anew."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in policy.named_parameters():
+        if part in name:
+            weight.data.normal_(std=std, generator=generator)
+    return policy
+
+
 if __name__ == "__main__":
     sys.stdout.write(f"{make_tiny_model(Path(sys.argv[1]))}\n")

@@ -20,20 +20,14 @@ def report() -> int:
     own = Path("/proc/self")
     status = [line for line in (own / "status").read_text().splitlines() if line.startswith(LINES)]
     facts = {
-        "environ": dict(os.environ),
-        "arguments": [sys.orig_argv, sys.argv[-2:]],
-        "folder": str(Path.cwd()),
-        "leads": [os.getpid() == os.getpgrp(), os.getpid() == os.getsid(0)],
-        "limits": (own / "limits").read_text(),
+        "environ": dict(os.environ), "arguments": [sys.orig_argv, sys.argv[-2:]], "folder": str(Path.cwd()),
+        "leads": [os.getpid() == os.getpgrp(), os.getpid() == os.getsid(0)], "limits": (own / "limits").read_text(),
         "group": (own / "cgroup").read_text(),
-        "nice": [os.nice(0), os.sched_getscheduler(0), (own / "oom_score_adj").read_text()],
-        "status": status,
+        "nice": [os.nice(0), os.sched_getscheduler(0), (own / "oom_score_adj").read_text()], "status": status,
         "files": {path.name: str(path.readlink()) for path in (own / "fd").iterdir() if path.is_symlink()},
-        "path": sys.path,
-        "first_environ": (own / "environ").read_text(),
-        "pid": os.getpid(),
+        "path": sys.path, "first_environ": (own / "environ").read_text(), "pid": os.getpid(),
         "module": sys.modules["__main__"].__doc__,
-    }
+    }  # fmt: skip
     sys.stdout.write("it reports\n")
     sys.stdout.flush()
     (folder / "facts.part").write_text(json.dumps(facts))

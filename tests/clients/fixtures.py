@@ -246,12 +246,9 @@ def test_input_required_result_tampered_state(ctx: Context[Any, Any]) -> str | I
 def test_input_required_result_multiple_inputs(ctx: Context[Any, Any]) -> str | InputRequiredResult:
     """Ask the user, the model and the client at once."""
     asked = needs(
-        ctx,
-        "asked",
-        user_name=ask("What is your name?", "name"),
-        greeting=sample("Generate a greeting", 50),
+        ctx, "asked", user_name=ask("What is your name?", "name"), greeting=sample("Generate a greeting", 50),
         client_roots=ListRootsRequest(params=None),
-    )
+    )  # fmt: skip
     return asked or "all answered"
 
 

@@ -174,13 +174,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
             [
                 {"type": "message_start", "message": head},
                 {"type": "content_block_start", "index": 0, "content_block": block},
-                {"type": "content_block_delta", "index": 0, "delta": delta},
-                {"type": "content_block_stop", "index": 0},
-                {"type": "message_delta", "delta": ending, "usage": {"output_tokens": 5}},
-                {"type": "message_stop"},
+                {"type": "content_block_delta", "index": 0, "delta": delta}, {"type": "content_block_stop", "index": 0},
+                {"type": "message_delta", "delta": ending, "usage": {"output_tokens": 5}}, {"type": "message_stop"},
             ],
             named=True,
-        )
+        )  # fmt: skip
 
     def answer_responses(self, body: Json) -> None:
         """https://platform.openai.com/docs/api-reference/responses-streaming"""

@@ -47,14 +47,11 @@ def loop(model: Path) -> list[Step]:
 
     return [
         Step("env_push", always({"name": "vowels", "folder": str(VOWELS)})),
-        Step("train", always({**given, "step": 3})),
-        Step("train", always({**given, "idempotency_key": "loop"})),
-        Step("status", of_run(wait_s=20), until='"state":"succeeded"'),
-        Step("rollouts", of_run(limit=1)),
+        Step("train", always({**given, "step": 3})), Step("train", always({**given, "idempotency_key": "loop"})),
+        Step("status", of_run(wait_s=20), until='"state":"succeeded"'), Step("rollouts", of_run(limit=1)),
         Step("deploy", of_run(wait_s=20), until='"state":"ready"'),
-        Step("chat", always({"message": "Hello", "max_tokens": 8})),
-        Step("undeploy", always({})),
-    ]
+        Step("chat", always({"message": "Hello", "max_tokens": 8})), Step("undeploy", always({})),
+    ]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -134,11 +131,9 @@ def test_opencode_plays_the_loop(tiny_model: Path, tmp_path: Path):
     model = Model(loop(tiny_model))
     with serving(model) as address:
         provider = {
-            "npm": "@ai-sdk/openai-compatible",
-            "name": "scripted",
-            "options": {"baseURL": f"{address}/v1", "apiKey": "none"},
-            "models": {"scripted": {"name": "scripted"}},
-        }
+            "npm": "@ai-sdk/openai-compatible", "name": "scripted",
+            "options": {"baseURL": f"{address}/v1", "apiKey": "none"}, "models": {"scripted": {"name": "scripted"}},
+        }  # fmt: skip
         server = {"type": "local", "command": [*SERVE], "environment": server_environment(), "enabled": True,
                   "cwd": str(ROOT), "timeout": 60_000}  # fmt: skip
         settings = {
@@ -158,11 +153,9 @@ def test_gemini_plays_the_loop(tiny_model: Path, tmp_path: Path):
     server = {"command": SERVE[0], "args": [*SERVE[1:]], "env": server_environment(), "cwd": str(ROOT),
               "timeout": 60_000, "trust": True}  # fmt: skip
     settings = {
-        "mcpServers": {"flash": server},
-        "security": {"auth": {"selectedType": "gemini-api-key"}},
-        "privacy": {"usageStatisticsEnabled": False},
-        "general": {"enableAutoUpdate": False},
-    }
+        "mcpServers": {"flash": server}, "security": {"auth": {"selectedType": "gemini-api-key"}},
+        "privacy": {"usageStatisticsEnabled": False}, "general": {"enableAutoUpdate": False},
+    }  # fmt: skip
     (tmp_path / ".gemini").mkdir()
     (tmp_path / ".gemini/settings.json").write_text(json.dumps(settings))
     model = Model(loop(tiny_model), prefix="mcp_flash_")

@@ -19,17 +19,12 @@ pytestmark = pytest.mark.timeout(300)
 QUESTION = "What is 2 + 2? Answer with the number."
 SOURCE = """
 from environments import EnvironmentCommand
-
-
 class Sample(EnvironmentCommand):
     dataset = [TaskExample({}, QUESTION, id="t0")]
-
     def command(self, example):
         return ["sh", "-c", "export HOME=$PWD; " + SCRIPT]
-
     def variables(self, example):
         return VARIABLES
-
     def reward(self, example, ended):
         return RewardResult(float("4" in ended.output), reason=f"{ended.code} {ended.output}"[-2000:])
 """

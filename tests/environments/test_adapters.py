@@ -82,28 +82,20 @@ async def test_a_multi_turn_folder_of_the_sdk_runs_unchanged() -> None:
 
 SDK_UNUSUAL = """
     from freesolo.environments import EnvironmentMultiTurn, EnvironmentStepResult, RewardResult
-
-
     class Unusual(EnvironmentMultiTurn):
         def __init__(self):
             call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
             gold = [{"role": "assistant", "content": None, "tool_calls": [call]}]
             self.dataset = [{"input": "Look.", "output": {"messages": gold}}] * 2
-
         def start_episode(self, example, prompt_text):
             parts = [{"type": "text", "text": "Look "}, {"type": "input_text", "text": "here."}]
             return [{"role": "user", "content": parts}]
-
         def max_episode_turns(self, example):
             return 3
-
         def step_episode(self, example, messages, assistant_response):
             return EnvironmentStepResult(done=False, final_response_text="seen")
-
         def score_episode(self, example, episode):
             return RewardResult(score=float(episode.response_text == "seen"))
-
-
     def load_environment():
         return Unusual()
 """
@@ -123,31 +115,22 @@ async def test_parts_tool_calls_repeated_rows_and_answers_without_messages_of_th
 
 SDK_GROUP = """
     from freesolo.environments import EnvironmentMultiTurn, EnvironmentStepResult, RewardResult
-
-
     class Ranked(EnvironmentMultiTurn):
         dataset = [{"input": "Say much.", "output": "much"}]
-
         def start_episode(self, example, prompt_text):
             return [{"role": "user", "content": example.input}]
-
         def max_episode_turns(self, example):
             return 2
-
         def step_episode(self, example, messages, assistant_response):
             more = () if len(messages) > 2 else [{"role": "user", "content": "More?"}]
             return EnvironmentStepResult(
                 done=not more, messages=more, metadata={"said": len(assistant_response)}
             )
-
         def score_episode(self, example, episode):
             return self.score_episodes(example, [episode])[0]
-
         def score_episodes(self, example, episodes):
             said = [sum(step["said"] for step in each.metadata["steps"]) for each in episodes]
             return [RewardResult(score=sorted(said).index(one) / len(said)) for one in said]
-
-
     def load_environment():
         return Ranked()
 """
@@ -232,7 +215,6 @@ TRAPS = """
     from reasoning_gym.factory import DATASETS
     from environments.adapters import reasoning_gym
     from environments.base import EnvironmentEpisode
-
     NOTHING = ["no idea", reasoning_gym.INSTRUCTION, "<answer></answer>", "", None]
     JUNK = [*NOTHING, "<answer>no idea</answer>", "<answer>\\u2603</answer>"]
     found = {"datasets": sorted({*DATASETS} - {"composite"})}
@@ -461,16 +443,11 @@ async def test_an_observation_of_several_fields_is_shown_as_json_without_its_rew
 async def test_an_object_that_takes_no_text_is_refused_with_the_way_to_convert_it(tmp_path: Path, kind: str) -> None:
     source = f"""
         from environments.adapters.gym import GymEnvironment
-
-
         class Game:
             {kind} reset(self, seed=None):
                 return "Say 3.", {{}}
-
             {kind} step(self, action):
                 return "Again.", float(action.number == 3), True, False, {{}}
-
-
         def load_environment(**kwargs):
             return GymEnvironment(lambda seed: Game(), max_turns=2, **kwargs)
     """
@@ -485,18 +462,13 @@ async def test_an_object_that_takes_no_text_is_refused_with_the_way_to_convert_i
 async def test_a_gym_like_object_passes_the_gate(tmp_path: Path) -> None:
     source = """
         from environments.adapters.gym import GymEnvironment
-
-
         class Game:
             def reset(self, seed=None):
                 self.wanted = seed % 7
                 return f"Say {self.wanted}.", {}
-
             def step(self, action):
                 right = action == str(self.wanted)
                 return "Again.", float(right), right, False, {}
-
-
         def load_environment(**kwargs):
             return GymEnvironment(lambda seed: Game(), max_turns=2, **kwargs)
     """
@@ -512,8 +484,6 @@ async def test_an_object_that_is_not_wrapped_is_refused_with_the_way_to_do_it(tm
         class Game:
             def reset(self): ...
             def step(self, action): ...
-
-
         def load_environment(**kwargs):
             return Game()
     """

@@ -63,14 +63,11 @@ def test_rows_keep_their_ids_and_get_stable_ones(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("result", "success"),
     [
-        (RewardResult(0.0), False),
-        (RewardResult(0.9), False),
-        (RewardResult(0.1 + 0.2 + 0.7), True),
-        (RewardResult(1.0, error="broken"), False),
-        (RewardResult(0.0, success=True), True),
+        (RewardResult(0.0), False), (RewardResult(0.9), False), (RewardResult(0.1 + 0.2 + 0.7), True),
+        (RewardResult(1.0, error="broken"), False), (RewardResult(0.0, success=True), True),
         (RewardResult(1.0, success=False), False),
     ],
-)
+)  # fmt: skip
 def test_success_is_given_or_derived(result: RewardResult, success: bool) -> None:
     assert result.resolved_success() is success
 

@@ -18,7 +18,6 @@ EXAMPLES = Path(environments.__file__).parent / "examples"
 
 def load(example: str, module: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"{example}_{module}", EXAMPLES / example / f"{module}.py")
-    assert spec is not None and spec.loader is not None
     loaded = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loaded)
     return loaded
@@ -45,36 +44,24 @@ def play(*answers: str) -> tuple[list[str], RewardResult]:
     return [turn["content"] for turn in messages[prompt:] if turn["role"] == "user"], reward
 
 
-def test_asking_the_calculator_and_answering_earns_everything() -> None:
-    replies, reward = play(ASK, ANSWER)
-    assert replies == [f"The result is {TASK.output}."]
-    assert (reward.score, reward.success, reward.reason) == (1.0, True, None)
+@pytest.mark.parametrize(
+    ("answers", "score"),
+    [
+        (("I do not know.",), 0.0), (("<answer>1</answer>",), 0.0), (("<calc>twelve</calc>", "no"), 0.1),
+        (("<calc>1 + 1</calc>", "no"), 0.3), (("<calc>1 + 1</calc>", "<answer>2</answer>"), 0.35), ((ANSWER,), 0.35),
+        ((ASK, "no"), 0.6), ((f"{ASK} {ANSWER}", "no"), 0.6), ((ASK, "<answer>1</answer>"), 0.65), ((ASK, ANSWER), 1.0),
+        (("<calc>1 / 0</calc>", ASK, ANSWER), 1.0),
+    ],
+)  # fmt: skip
+def test_each_part_of_the_way_pays_more_than_the_one_before(answers: tuple[str, ...], score: float) -> None:
+    _, reward = play(*answers)
+    assert (reward.score, reward.success) == (score, score == 1) and (score < 1 or reward.reason is None)
 
 
-def test_each_part_of_the_way_pays_more_than_the_one_before() -> None:
-    ways = [
-        ("I do not know.",), ("<calc>twelve</calc>", "no"), ("<calc>1 + 1</calc>", "no"),
-        ("<calc>1 + 1</calc>", "<answer>2</answer>"), (ASK, "no"), (ASK, "<answer>1</answer>"), (ASK, ANSWER),
-    ]  # fmt: skip
-    rewards = [play(*way)[1] for way in ways]
-    assert [reward.score for reward in rewards] == [0.0, 0.1, 0.3, 0.35, 0.6, 0.65, 1.0]
-    assert [reward.success for reward in rewards] == [False] * 6 + [True]
-
-
-def test_an_answer_without_the_calculator_is_no_success() -> None:
-    _, reward = play(ANSWER)
-    assert (reward.score, reward.success) == (0.35, False) and play("<answer>1</answer>")[1].score == 0.0
-
-
-def test_an_answer_written_along_with_the_calculation_does_not_count() -> None:
-    replies, reward = play(f"{ASK} {ANSWER}", "no")
-    assert replies and (reward.score, reward.success) == (0.6, False)
-    assert play(f"{ANSWER} {ASK}")[0] == []
-
-
-def test_a_failed_calculation_may_be_corrected() -> None:
-    replies, reward = play("<calc>1 / 0</calc>", ASK, ANSWER)
-    assert replies[0] == "The calculator cannot do that: it divides by zero." and reward.success
+def test_what_the_calculator_replies() -> None:
+    assert play(ASK, ANSWER)[0] == [f"The result is {TASK.output}."]
+    assert play("<calc>1 / 0</calc>", ASK)[0][0] == "The calculator cannot do that: it divides by zero."
+    assert play(f"{ASK} {ANSWER}", "no")[0] and play(f"{ANSWER} {ASK}")[0] == []
 
 
 @pytest.mark.parametrize("text", ["<answer>1,0</answer>", "<answer> -0.50 </answer>", "<answer>,</answer>", "<answer>"])
@@ -124,9 +111,8 @@ def test_sorting_pays_for_words_in_their_place() -> None:
     gold = task.output.split(", ")
     assert len(gold) == 4
     swapped = ", ".join([gold[1], gold[0], *gold[2:]])
-    rewards = [
-        SORT.score_response(task, text) for text in ("", gold[0], swapped, f"{task.output}.", f"{task.output}, fig")
-    ]
+    texts = ("", gold[0], swapped, f"{task.output}.", f"{task.output}, fig")
+    rewards = [SORT.score_response(task, text) for text in texts]
     assert [reward.score for reward in rewards] == [0.0, 0.2, 0.6, 1.0, 0.64]
     assert [reward.success for reward in rewards] == [False, False, False, True, False]
     assert not SORT.score_response(task, task.input).success
@@ -136,9 +122,8 @@ def test_sorting_pays_for_words_in_their_place() -> None:
 def test_datasets_are_what_their_script_writes(example: str, tmp_path: Path) -> None:
     load(example, "make_datasets").write(tmp_path)
     for split in ("train", "eval"):
-        assert (tmp_path / f"{split}.jsonl").read_bytes() == (
-            EXAMPLES / example / "datasets" / f"{split}.jsonl"
-        ).read_bytes()
+        kept = EXAMPLES / example / "datasets" / f"{split}.jsonl"
+        assert (tmp_path / f"{split}.jsonl").read_bytes() == kept.read_bytes()
 
 
 @pytest.mark.parametrize(("example", "environment"), [("calculator", SUM), ("sort_words", SORT)])

@@ -42,7 +42,6 @@ async def test_a_part_of_the_prompt_is_a_baseline_too(tmp_path: Path) -> None:
             numbers = re.findall("[0-9]+", example.input)
             question = f"Which is larger, {' or '.join(numbers[::int(example.id[-1]) % 2 * 2 - 1])}? <n>number</n>"
             return [{"role": "system", "content": "9999"}, {"role": "user", "content": question}]
-
         def score_response(self, example, text):
             largest = max(re.findall("[0-9]+", example.input), key=int)
             return RewardResult(score=float(text == f"<n>{largest}</n>"))

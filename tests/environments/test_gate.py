@@ -13,7 +13,7 @@ import environments
 from environments.checks import gate, playing
 from environments.checks.report import Probe, Report
 from environments.faults import EnvironmentFault
-from tests.folders import environment_folder
+from tests.folders import ASK, environment_folder
 
 pytestmark = pytest.mark.slow
 check = partial(gate.check, deadline_s=600)  # however busy the machine is, every check ends
@@ -77,7 +77,6 @@ TOOL_FAULTS = {
 DOUBLING = """
 import json
 from environments import EnvironmentToolUse
-
 class Doubling(EnvironmentToolUse):
     def __init__(self):
         self.dataset, self.eval_dataset = tasks(6), tasks(4, first=100)
@@ -100,7 +99,6 @@ class Doubling(EnvironmentToolUse):
             answer,
             {"role": "assistant", "content": example.output},
         ]
-
 class Faulty(Doubling):
     def step_episode(self, example, messages, assistant_response):
         if not messages[-1].get("tool_calls"):
@@ -382,33 +380,23 @@ async def test_a_gold_answer_whose_first_half_says_all_is_no_fault(tmp_path: Pat
 
 async def test_gold_that_has_fewer_turns_than_its_episode_is_told_so(tmp_path: Path) -> None:
     source = """
-    import http.client, json
-    from urllib.parse import urlsplit
-    from environments import EnvironmentAgent
-
-    class Sample(EnvironmentAgent):
-        max_calls = 3
-        def __init__(self): self.dataset, self.eval_dataset = tasks(6), tasks(4, first=6)
-        def run(self, example, base_url, api_key, model):
-            url = urlsplit(base_url)
-            messages = [{"role": "user", "content": example.input}]
-            for _ in range(2):
-                connection = http.client.HTTPConnection(url.hostname, url.port)
-                body = json.dumps({"model": model, "messages": messages})
-                headers = {"Authorization": f"Bearer {api_key}"}
-                connection.request("POST", f"{url.path}/chat/completions", body, headers)
-                answer = json.loads(connection.getresponse().read())
-                if "error" in answer: raise RuntimeError(answer["error"]["message"])
-                message = answer["choices"][0]["message"]
-                messages += [message, {"role": "user", "content": "Are you sure?"}]
-            right = message["content"] == example.output
-            return RewardResult(float(right), success=right)
-        def sft_completion(self, example):
-            return [{"role": "assistant", "content": example.output}] * TURNS
-    """
+class Sample(EnvironmentAgent):
+    max_calls = 3
+    def __init__(self): self.dataset, self.eval_dataset = tasks(6), tasks(4, first=6)
+    def run(self, example, base_url, api_key, model):
+        messages = [{"role": "user", "content": example.input}]
+        for _ in range(2):
+            message = asked(base_url, api_key, model, messages)
+            if "role" not in message: raise RuntimeError(message["message"])
+            messages += [message, {"role": "user", "content": "Are you sure?"}]
+        right = message["content"] == example.output
+        return RewardResult(float(right), success=right)
+    def sft_completion(self, example):
+        return [{"role": "assistant", "content": example.output}] * TURNS
+"""
     for turns in (1, 2):
-        folder = environment_folder(tmp_path / str(turns), source.replace("TURNS", str(turns)), needs="endpoint = true")
-        report = await check(folder)
+        asking = ASK + source.replace("TURNS", str(turns))
+        report = await check(environment_folder(tmp_path / str(turns), asking, needs="endpoint = true"))
         (probe,) = [probe for probe in report.probes if probe.name == "gold"]
         assert probe.passed == (turns == 2), probe
         if turns == 1:
@@ -510,13 +498,8 @@ async def test_a_substring_scorer_learns_how_to_be_strict_and_can_be_accepted(tm
     assert (partly.verdict, partly.failed) == ("failed", ["constants"])
     accepted = await check(folder, accepted=["near_gold", "constants"])
     assert (accepted.passed, accepted.failed, accepted.accepted) == (True, [], ["near_gold", "constants"])
-    (folder / "environment.py").write_text(
-        (folder / "environment.py")
-        .read_text()
-        .replace(
-            'right = example.output.lower() in (text or "").lower()', "right = (text or '').strip() == example.output"
-        )
-    )
+    strict = source.replace('example.output.lower() in (text or "").lower()', "(text or '').strip() == example.output")
+    environment_folder(folder, strict)
     assert (await check(folder)).passed
 
 

@@ -4,7 +4,6 @@ The tests with the packages themselves need what `scripts/hubs --only PACKAGE` i
 
 import re
 import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,20 +42,10 @@ def test_the_completion_of_a_row_is_its_gold_answer() -> None:
         {"role": "assistant", "content": "", "tool_calls": [call], "tool_call_id": None},
         {"role": "tool", "content": "2", "tool_calls": None, "tool_call_id": "call00000"},
     ]
-    rows = [
-        {"question": "1 + 1", "completion": "2"},
-        {"question": "2 + 2", "completion": messages},
-        {"question": "3 + 3"},
-    ]
+    rows = [{"question": "a", "completion": "2"}, {"question": "b", "completion": messages}, {"question": "c"}]
     tasks, _ = tasks_of(rows, [{"question": "4 + 4"}], question)
-    assert [task.output for task in tasks] == [
-        "2",
-        [
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "content": "2", "tool_call_id": "call00000"},
-        ],
-        None,
-    ]
+    gold = [{name: value for name, value in message.items() if value is not None} for message in messages]
+    assert [task.output for task in tasks] == ["2", gold, None]
 
 
 def test_a_task_of_inspect_without_openai_says_which_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,46 +91,32 @@ def test_tasks_that_open_alike_have_questions_of_their_own() -> None:
     assert len({*asked}) == 3
 
 
-async def test_what_cannot_run_here_is_refused_when_it_is_pushed(tmp_path: Path) -> None:
-    source = """
-        from environments.base import UnsupportedError
+CANNOT_RUN = {
+    'raise __import__("environments.base").base.UnsupportedError("SandboxEnv of verifiers needs a container")':
+        ("[environment_unsupported", "| SandboxEnv of verifiers needs a container"),
+    # The words are those of datasets 5.2, which has no class of its own for a download.
+    """assert __import__("os").environ["HF_HUB_OFFLINE"] == "1"
+    raise ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub (OfflineModeIsEnabled)")""":
+        ("[environment_network", "network = true"),
+}  # fmt: skip
 
-        def load_environment():
-            raise UnsupportedError("SandboxEnv of verifiers needs a container")
-    """
-    (tmp_path / "environment.py").write_text(textwrap.dedent(source))
+
+@pytest.mark.parametrize("body", CANNOT_RUN)
+async def test_what_cannot_run_here_is_refused_when_it_is_pushed(tmp_path: Path, body: str) -> None:
+    (tmp_path / "environment.py").write_text(f"def load_environment():\n    {body}\n")
     async with Client(server) as client:
         text = await refusal(client, "env_push", name="boxed", folder=str(tmp_path))
-    assert text.startswith("[environment_unsupported")
-    assert "| SandboxEnv of verifiers needs a container" in text
-
-
-async def test_a_download_while_it_loads_is_refused_as_that(tmp_path: Path) -> None:
-    """The words are those of datasets 5.2, which has no class of its own for it."""
-    source = """
-        import os
-
-        def load_environment():
-            assert os.environ["HF_HUB_OFFLINE"] == "1"
-            raise ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub (OfflineModeIsEnabled)")
-    """
-    (tmp_path / "environment.py").write_text(textwrap.dedent(source))
-    async with Client(server) as client:
-        text = await refusal(client, "env_push", name="sums", folder=str(tmp_path))
-    assert text.startswith("[environment_network") and "network = true" in text
+    code, said = CANNOT_RUN[body]
+    assert text.startswith(code) and said in text
 
 
 GAME = """
 from environments.adapters import trl
-
-
 class Game:
     \"\"\"As TRL takes it in environment_factory.\"\"\"
-
     def reset(self, secret, **row):
         self.secret, self.guesses = secret, 0
         return f" It is below {secret + 3}."
-
     def guess(self, number: int) -> str:
         \"\"\"Guess the number.
 
@@ -153,24 +128,16 @@ class Game:
             raise ValueError("not negative")
         self.found = number == self.secret
         return "right" if self.found else "wrong"
-
     def _hidden(self) -> str:
         return ""
-
     def get_reward(self):
         return float(getattr(self, "found", False))
-
-
 def brief(prompts, completions, environments, secret, **kwargs):
     assert prompts[0][-1]["content"].endswith(f"below {secret[0] + 3}.")
     assert [message["role"] for message in completions[0]][0] == "assistant"
     return [0.5 if environments[0].guesses < 2 else 0.0]
-
-
 def not_here(completions, **kwargs):
     return [None]
-
-
 def load_environment(factory=""):
     rows = [{"prompt": f"Guess number {n}.", "secret": n} for n in range(10)]
     return trl.load(eval(factory) if factory else Game, rows, [brief, not_here])

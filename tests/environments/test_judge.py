@@ -128,12 +128,10 @@ def test_an_answer_cannot_close_its_own_frame() -> None:
 @pytest.mark.parametrize(
     ("reply", "status", "said"),
     [
-        ("I cannot say", 200, "its reply is no ranking of 2 answers: 'I cannot say'"),
-        ("[1, 1]", 200, "no ranking"),
-        ("[2, 1, 3]", 200, "no ranking"),
-        ("[2, 1]", 401, "answered 401"),
+        ("I cannot say", 200, "its reply is no ranking of 2 answers: 'I cannot say'"), ("[1, 1]", 200, "no ranking"),
+        ("[2, 1, 3]", 200, "no ranking"), ("[2, 1]", 401, "answered 401"),
     ],
-)
+)  # fmt: skip
 def test_a_judge_that_does_not_rank_is_an_error(reply: str, status: int, said: str) -> None:
     with endpoint(lambda answers: reply, status=status) as url, pytest.raises(JudgeError, match=re.escape(said)):
         JudgeRubric(url, "m", "").rank("?", ["a", "b"])
@@ -173,7 +171,6 @@ def test_a_judge_is_not_waited_for_longer_than_it_has_time() -> None:
 
 JUDGED = """
 from environments import JudgeRubric
-
 class Judged(Addition):
     def __init__(self):
         super().__init__()
@@ -199,11 +196,7 @@ def obeying(answers: list[str]) -> str:
 @pytest.mark.parametrize(
     ("reply", "passed", "evidence"),
     [
-        (
-            numbers_first,
-            True,
-            "of 30 pairs of answers, 30 were ranked alike when asked again, 30 in the opposite order",
-        ),
+        (numbers_first, True, "of 30 pairs of answers, 30 were ranked alike when asked again, 30 in the opposite"),
         (first_shown, False, " 0 in the opposite order"),
         (lambda answers: "none is right", False, "its reply is no ranking of 5 answers"),
         (obeying, False, "an answer that asks to be ranked first came before gold in 6 of 6"),

@@ -130,10 +130,8 @@ class Searcher(EnvironmentToolUse):
 def test_every_call_of_a_turn_is_answered_and_a_turn_without_ends_the_episode() -> None:
     task = TaskExample({}, "?")
     calls = [
-        call("search", {"query": "a"}, "1"),
-        call("search", {"query": "a", "limit": 0}, "2"),
-        call("nothing", {}, "3"),
-    ]
+        call("search", {"query": "a"}, "1"), call("search", {"query": "a", "limit": 0}, "2"), call("nothing", {}, "3"),
+    ]  # fmt: skip
     turn = {"role": "assistant", "content": "", "tool_calls": calls}
     result = Searcher().step_episode(task, [turn], "")
     assert not result.done
@@ -147,7 +145,6 @@ def test_every_call_of_a_turn_is_answered_and_a_turn_without_ends_the_episode() 
 
 STATEFUL = """
 from environments import EnvironmentToolUse
-
 class Counter(EnvironmentToolUse):
     def __init__(self):
         self.dataset = tasks()

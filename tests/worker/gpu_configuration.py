@@ -35,16 +35,11 @@ from worker.model_files import ModelFiles  # noqa: E402
 def driver(name: str, capability: tuple[int, ...], memory: int) -> Any:
     """What vLLM asks of NVML."""
     return types.SimpleNamespace(
-        nvmlInit=lambda: None,
-        nvmlShutdown=lambda: None,
-        nvmlDeviceGetCount=lambda: 1,
-        nvmlDeviceGetHandleByIndex=lambda index: index,
-        nvmlDeviceGetCudaComputeCapability=lambda handle: capability,
-        nvmlDeviceGetName=lambda handle: name,
-        nvmlDeviceGetUUID=lambda handle: "GPU-0",
-        nvmlDeviceGetMemoryInfo=lambda handle: types.SimpleNamespace(total=memory),
-        NVMLError=OSError,
-    )
+        nvmlInit=lambda: None, nvmlShutdown=lambda: None, nvmlDeviceGetCount=lambda: 1,
+        nvmlDeviceGetHandleByIndex=lambda index: index, nvmlDeviceGetCudaComputeCapability=lambda handle: capability,
+        nvmlDeviceGetName=lambda handle: name, nvmlDeviceGetUUID=lambda handle: "GPU-0",
+        nvmlDeviceGetMemoryInfo=lambda handle: types.SimpleNamespace(total=memory), NVMLError=OSError,
+    )  # fmt: skip
 
 
 def graphs_of(config: Any) -> dict[str, Any]:
@@ -86,17 +81,12 @@ def main(model: Path, card: str) -> None:
     config: Any = EngineArgs(**arguments).create_engine_config()
     graphs = config.compilation_config
     facts = {
-        "device": config.device_config.device_type,
-        "dtype": str(config.model_config.dtype),
-        "largest_graph": graphs.max_cudagraph_capture_size,
-        "graphs": str(graphs.cudagraph_mode),
-        "specialized": graphs.cudagraph_specialize_lora,
-        "autotune": config.kernel_config.enable_flashinfer_autotune,
-        "utilization": config.cache_config.gpu_memory_utilization,
-        "rank": config.lora_config.max_lora_rank,
-        "eager": config.model_config.enforce_eager,
-        "allocator": torch._C._accelerator_getAllocatorSettings(),
-    }
+        "device": config.device_config.device_type, "dtype": str(config.model_config.dtype),
+        "largest_graph": graphs.max_cudagraph_capture_size, "graphs": str(graphs.cudagraph_mode),
+        "specialized": graphs.cudagraph_specialize_lora, "autotune": config.kernel_config.enable_flashinfer_autotune,
+        "utilization": config.cache_config.gpu_memory_utilization, "rank": config.lora_config.max_lora_rank,
+        "eager": config.model_config.enforce_eager, "allocator": torch._C._accelerator_getAllocatorSettings(),
+    }  # fmt: skip
     facts["captured"] = graphs_of(config)
     sys.stdout.write(json.dumps(facts) + "\n")
     sys.stdout.flush()

@@ -9,7 +9,7 @@ import pytest
 from environments.checks import gate, playing
 from environments.process.host import EnvironmentHost
 from flash_mcp.extensions.hunt.search import hunt
-from tests.folders import environment_folder
+from tests.folders import ASK, environment_folder
 from tests.places import AGENT_CALCULATOR, TERMINAL
 from tests.tiny import make_tokenizer
 from tests.virtual import FakeEngine, rolled
@@ -23,42 +23,25 @@ pytestmark = [pytest.mark.slow, pytest.mark.linux]
 TEMPLATE = ChatTemplate(make_tokenizer())
 LENGTH = 2000
 TEAM = """
-import http.client, json, threading
-from urllib.parse import urlsplit
-from environments import EnvironmentAgent
-
-
+import threading
 class Sample(EnvironmentAgent):
     '''A planner splits a sum, workers add the parts at once, and a merger adds what they say.'''
-
     def __init__(self):
         self.dataset = [
             TaskExample({}, f"{n} {n + 1} {n + 2}", id=f"t{n}", output=str(3 * n + 3)) for n in range(20)
         ]
-
     def run(self, example, base_url, api_key, model):
         def ask(role, text):
-            url = urlsplit(base_url)
-            connection = http.client.HTTPConnection(url.hostname, url.port)
             messages = [{"role": "user", "content": f"{role}: {text}"}]
-            headers = {"Authorization": f"Bearer {api_key}"}
-            body = json.dumps({"model": role, "messages": messages})
-            connection.request("POST", url.path + "/chat/completions", body, headers)
-            answer = json.loads(connection.getresponse().read())
-            connection.close()
-            return answer["choices"][0]["message"]["content"] or ""
-
+            return asked(base_url, api_key, role, messages)["content"] or ""
         parts = dict.fromkeys(ask("plan", example.input).split(", "), "")
-
         def work(part):
             parts[part] = ask("add", part)
-
         workers = [threading.Thread(target=work, args=(part,)) for part in parts]
         for worker in workers: worker.start()
         for worker in workers: worker.join()
         right = ask("merge", " ".join(parts.values())) == example.output
         return RewardResult(float(right), success=right)
-
     def gold_turn(self, example, messages, number):
         role, _, text = messages[-1]["content"].partition(": ")
         numbers = [int(word) for word in text.split()]
@@ -69,7 +52,7 @@ class Sample(EnvironmentAgent):
 
 @pytest.fixture
 def team(tmp_path: Path) -> Path:
-    return environment_folder(tmp_path / "team", TEAM, needs="endpoint = true")
+    return environment_folder(tmp_path / "team", ASK + TEAM, needs="endpoint = true")
 
 
 def contexts(rows: Sequence[Row]) -> Counter[tuple[tuple[int, ...], tuple[int, ...]]]:

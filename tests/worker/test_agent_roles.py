@@ -6,33 +6,19 @@ from pathlib import Path
 import pytest
 
 from environments.process.host import EnvironmentHost
-from tests.folders import environment_folder
+from tests.folders import ASK, environment_folder
 from tests.virtual import FakeEngine, rolled
 from worker.rollouts.scheduler import RolloutTask, TalkLimits
 from worker.rollouts.turns import Completion, Sampling
 
 pytestmark = [pytest.mark.slow, pytest.mark.linux]
 ROLES = """
-import http.client, json
-from urllib.parse import urlsplit
-from environments import EnvironmentAgent
-
-
 class Sample(EnvironmentAgent):
     dataset = [TaskExample({}, "x", id="t")]
-
     def run(self, example, base_url, api_key, model):
         def ask(name, *before, **headers):
-            url = urlsplit(base_url)
-            connection = http.client.HTTPConnection(url.hostname, url.port)
             messages = [*before, {"role": "user", "content": name}]
-            headers = {"Authorization": f"Bearer {api_key}", **{k.replace("_", "-"): v for k, v in headers.items()}}
-            body = json.dumps({"model": name, "messages": messages})
-            connection.request("POST", url.path + "/chat/completions", body, headers)
-            answer = json.loads(connection.getresponse().read())
-            connection.close()
-            return [*messages, answer["choices"][0]["message"]] if "choices" in answer else [answer["error"]]
-
+            return [*messages, asked(base_url, api_key, name, messages, **headers)]
         heard = [
             ask(model),
             ask("planner"),
@@ -42,7 +28,7 @@ class Sample(EnvironmentAgent):
         ]
         ask(model, *heard[0])
         refused = ask("x", x_flash_train="perhaps")
-        return RewardResult(1.0, reason=json.dumps([talk[-1].get("content") for talk in heard] + [refused[0]["code"]]))
+        return RewardResult(1.0, reason=json.dumps([talk[-1].get("content") for talk in heard] + [refused[-1]["code"]]))
 """
 
 
@@ -63,7 +49,7 @@ class Recorder(FakeEngine):
 
 
 async def played(folder: Path, engine: Recorder):
-    environment_folder(folder, ROLES, needs="endpoint = true")
+    environment_folder(folder, ASK + ROLES, needs="endpoint = true")
     async with await EnvironmentHost.start(folder) as host:
         (rollout,) = await rolled([RolloutTask("train", 0, 0, 0, 0)], host, engine, TalkLimits(6, 400))
     return rollout

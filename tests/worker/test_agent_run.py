@@ -44,10 +44,7 @@ def test_its_rollouts_are_the_conversations_that_it_had(run: RunFolder) -> None:
 
 WISHES = """
 from openai import BadRequestError, OpenAI
-
 WORD = {"type": "json_schema", "json_schema": {"name": "w", "schema": {"enum": ["cat", "dog"]}}}
-
-
 def write(question, base_url, api_key, model):
     messages = [{"role": "user", "content": question}]
     with OpenAI(base_url=base_url, api_key=api_key) as client:

@@ -26,11 +26,8 @@ CALLS = 3
 SOURCE = """
 import sys
 from environments import EnvironmentCommand
-
-
 class Sample(EnvironmentCommand):
     dataset = [TaskExample({}, f"question {n}", id=f"t{n}") for n in range(64)]
-
     def command(self, example):
         return [sys.executable, f"{os.path.dirname(__file__)}/agent.py", example.input]
 """

@@ -249,11 +249,9 @@ def test_a_cancelled_run_that_is_resumed_to_more_steps_ends_where_an_undisturbed
 RANKED = """
 def same_prompt(self, example):
     return [{"role": "user", "content": "Write."}]
-
 def score_group(self, example, episodes):
     counts = [sum(each in "aeiou" for each in episode.response_text) for episode in episodes]
     return [RewardResult(sorted(counts).index(count) / len(counts)) for count in counts]
-
 reasoning_gym.ReasoningGym.build_prompt_messages = same_prompt
 reasoning_gym.ReasoningGym.score_group = score_group
 """

@@ -14,14 +14,12 @@ def load_environment():
 """
 CERTAIN = """
 from environments import EnvironmentSingleTurn, RewardResult, TaskExample
-
 class Certain(EnvironmentSingleTurn):
     dataset = [TaskExample({}, f"Write {i}", output="a", id=f"t{i}") for i in range(16)]
     def build_prompt_messages(self, example):
         return [{"role": "user", "content": example.input}]
     def score_response(self, example, response):
         return RewardResult(float(response == example.output))
-
 def load_environment():
     return Certain()
 """

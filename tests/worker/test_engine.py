@@ -24,7 +24,7 @@ from environments.agents.calls import CallOptions
 from flash_mcp.protocol import device_locks
 from flash_mcp.protocol.base_models import with_tools
 from tests.model_rows import make_model
-from tests.tiny import CHATML
+from tests.tiny import CHATML, change_adapter
 from tests.virtual import FakeHost
 from worker.adapter import save_adapter
 from worker.capacity import kv_cache_bytes
@@ -161,10 +161,7 @@ def policy(tiny_model: Path) -> Any:
 
 def train(policy: Any, step: int) -> None:
     """Another adapter, as a step of training would leave one."""
-    generator = torch.Generator().manual_seed(step)
-    for name, weight in policy.named_parameters():
-        if "lora_" in name:
-            weight.data.normal_(std=0.1, generator=generator)
+    change_adapter(policy, 0.1, seed=step, part="lora_")
 
 
 def generate(engine: VllmEngine, *requests: tuple[list[int], Sampling]) -> list[Completion]:
@@ -525,11 +522,9 @@ def test_no_draw_however_near_to_one_gives_a_token_that_top_p_removed(monkeypatc
 
 IN, OUTS, VOCABULARY, SLOTS = 24, (16, 8, 8), 40, 3
 BATCHES = {  # the adapter of each token, 0 for none
-    "one adapter": [7] * 6,
-    "one adapter and none": [7, 7, 0, 0, 7, 0],
-    "three adapters and none": [7, 0, 8, 8, 7, 9, 0, 9],
-    "none": [0] * 4,
-}
+    "one adapter": [7] * 6, "one adapter and none": [7, 7, 0, 0, 7, 0],
+    "three adapters and none": [7, 0, 8, 8, 7, 9, 0, 9], "none": [0] * 4,
+}  # fmt: skip
 
 
 def wrappers(tokens: list[int], prompts: list[int]) -> tuple[Any, Any]:
@@ -561,10 +556,8 @@ def test_rows_with_an_adapter_get_what_vllm_gives_them_and_rows_without_get_noth
     a = tuple(random(SLOTS, 1, RANK, IN) for _ in OUTS)
     b = tuple(random(SLOTS, 1, out, RANK) for out in OUTS)
     head_a, head_b, embed_b = (
-        random(SLOTS, 1, RANK, IN),
-        random(SLOTS, 1, VOCABULARY + 8, RANK),
-        random(SLOTS, 1, IN, RANK),
-    )
+        random(SLOTS, 1, RANK, IN), random(SLOTS, 1, VOCABULARY + 8, RANK), random(SLOTS, 1, IN, RANK),
+    )  # fmt: skip
     x, low, y = random(len(tokens), IN), random(len(tokens), RANK), random(len(tokens), sum(OUTS))
     last, logits, embedded = (random(len(prompts), IN), random(len(prompts), VOCABULARY), random(len(tokens), IN))
     calls = {
@@ -683,11 +676,9 @@ def test_a_server_takes_as_many_cards_as_the_model_needs(model_gib: int, cards: 
 
 
 FORM = {
-    "type": "object",
-    "properties": {"word": {"type": "string", "maxLength": 6}, "sure": {"type": "boolean"}},
-    "required": ["word", "sure"],
-    "additionalProperties": False,
-}
+    "type": "object", "properties": {"word": {"type": "string", "maxLength": 6}, "sure": {"type": "boolean"}},
+    "required": ["word", "sure"], "additionalProperties": False,
+}  # fmt: skip
 
 
 grammars = pytest.mark.filterwarnings("ignore:max_rollback_tokens:DeprecationWarning")
@@ -776,20 +767,9 @@ def test_a_string_under_a_grammar_has_its_length_and_no_raw_control_character(ti
 def test_a_required_tool_is_called_and_a_bad_schema_is_refused(merged: VllmEngine, policy: Any, tiny_model: Path):
     merged.load_policy(policy)  # whatever earlier tests left in the engine would decide what it says
     tokenizer: Any = AutoTokenizer.from_pretrained(tiny_model)
-    tools = [
-        {
-            "type": "function",
-            "function": {
-                "name": name,
-                "parameters": {
-                    "type": "object",
-                    "properties": {"n": {"type": "integer", "maximum": 99, "minimum": 0}},
-                    "required": ["n"],
-                },
-            },
-        }
-        for name in ("add", "sub")
-    ]
+    number = {"n": {"type": "integer", "maximum": 99, "minimum": 0}}
+    schema = {"type": "object", "properties": number, "required": ["n"]}
+    tools = [{"type": "function", "function": {"name": name, "parameters": schema}} for name in ("add", "sub")]
     template = ChatTemplate(tokenizer).for_tools(tools)
     prompt = PROMPT[:200]
     named = CallOptions(tool_choice="required", tool_name="sub", parallel_tool_calls=False)

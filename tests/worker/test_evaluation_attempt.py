@@ -108,7 +108,6 @@ GROUPED = """
     def score_group(self, example, episodes):
         metrics = [RewardMetric("of", score=len(episodes))]
         return [RewardResult(at, metrics=metrics) for at, _ in enumerate(episodes)]
-
     def score_episode("""
 
 

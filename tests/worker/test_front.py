@@ -72,13 +72,9 @@ async def test_a_users_key_opens_the_routes_of_users_and_no_others() -> None:
     assert (await answer("POST", "/v1/chat/completions", USER)).json() == "Bearer user"
     assert (await answer("GET", "/v1/models", USER)).is_success
     for method, path in (
-        ("POST", "/v1/load_lora_adapter"),
-        ("POST", "/v1/unload_lora_adapter"),
-        ("POST", "/adapters"),
-        ("POST", "/v1//chat/completions"),
-        ("GET", "/v1/chat/completions"),
-        ("POST", "/scale_elastic_ep"),
-    ):
+        ("POST", "/v1/load_lora_adapter"), ("POST", "/v1/unload_lora_adapter"), ("POST", "/adapters"),
+        ("POST", "/v1//chat/completions"), ("GET", "/v1/chat/completions"), ("POST", "/scale_elastic_ep"),
+    ):  # fmt: skip
         refused = await answer(method, path, USER)
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "unknown_url")
 

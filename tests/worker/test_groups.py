@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from environments.process.host import EnvironmentHost
-from tests.folders import environment_folder
+from tests.folders import ASK, environment_folder
 from tests.virtual import FakeEngine, FakeHost, rolled, run_virtually
 from worker.rollouts.scheduler import PlayedRollout, RolloutTask, TalkLimits, task_groups
 from worker.rollouts.task_choice import TaskPlace
@@ -25,26 +25,16 @@ RANKED = """
 """
 
 AGENTS = """
-    import json
-    from urllib.request import Request, urlopen
-    from environments import EnvironmentAgent
-
-    class Sample(EnvironmentAgent):
-        dataset = tasks()
-
-        def run(self, example, base_url, api_key, model):
-            if example.id == "t1":
-                raise ValueError("it failed before it asked")
-            messages = [{"role": "user", "content": example.input}]
-            body = json.dumps({"model": model, "messages": messages}).encode()
-            headers = {"Authorization": f"Bearer {api_key}"}
-            with urlopen(Request(f"{base_url}/chat/completions", body, headers)) as reply:
-                said = json.load(reply)["choices"][0]["message"]["content"]
-            return RewardResult(-1.0, success=False, metadata={"said": said})
-
-        async def score_group(self, example, episodes):
-            texts = sorted(each.metadata["said"] for each in episodes)
-            return [RewardResult(texts.index(each.metadata["said"]) / len(texts)) for each in episodes]
+class Sample(EnvironmentAgent):
+    dataset = tasks()
+    def run(self, example, base_url, api_key, model):
+        if example.id == "t1":
+            raise ValueError("it failed before it asked")
+        said = asked(base_url, api_key, model, [{"role": "user", "content": example.input}])["content"]
+        return RewardResult(-1.0, success=False, metadata={"said": said})
+    async def score_group(self, example, episodes):
+        texts = sorted(each.metadata["said"] for each in episodes)
+        return [RewardResult(texts.index(each.metadata["said"]) / len(texts)) for each in episodes]
 """
 
 
@@ -88,7 +78,7 @@ async def test_a_scorer_ranks_the_rollouts_of_a_group(tmp_path: Path) -> None:
 @pytest.mark.linux
 async def test_a_scorer_ranks_the_runs_of_an_agent(tmp_path: Path) -> None:
     tasks = task_groups("train", map(TaskPlace, [0, 1]), 6, lambda example, index, attempt: index)
-    folder = environment_folder(tmp_path, AGENTS, needs="endpoint = true")
+    folder = environment_folder(tmp_path, ASK + AGENTS, needs="endpoint = true")
     async with await EnvironmentHost.start(folder) as host:
         rollouts = await roll(tasks, host)
         alone = await roll([RolloutTask("train", 0, 0, 0, seed=5)], host)

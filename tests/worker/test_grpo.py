@@ -21,6 +21,7 @@ from trl import GRPOConfig, GRPOTrainer
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.protocol.spec import RunSpec, resolve
+from tests.tiny import change_adapter
 from worker.model_files import ModelFiles
 from worker.rollouts.scheduler import PlayedRollout, RolloutTask
 from worker.rollouts.transcript import ChatTemplate, Transcript
@@ -57,12 +58,7 @@ def settings_of(**fields: Any) -> RunSpec:
 
 
 def make_policy(model: Path, dtype: torch.dtype = torch.float32) -> Any:
-    policy = load_policy(ModelFiles(model), rank=8, alpha=16, seed=0, dtype=dtype)
-    generator = torch.Generator().manual_seed(1)
-    for name, weight in policy.named_parameters():
-        if "lora_B" in name:
-            weight.data.normal_(std=0.05, generator=generator)
-    return policy
+    return change_adapter(load_policy(ModelFiles(model), rank=8, alpha=16, seed=0, dtype=dtype))
 
 
 def our_gradients(policy, tokenizer, spec, rollouts, out, keep_tokens=math.inf, metrics=None) -> dict[str, Tensor]:
@@ -83,11 +79,9 @@ def trl_gradients(policy: Any, tokenizer: Any, spec: RunSpec, rollouts: list[Pla
         transcripts = [r.transcript for r in rollouts if r.transcript]
         return {
             "prompt_ids": [t.prompt_ids for t in transcripts],
-            "completion_ids": [t.completion_ids for t in transcripts],
-            "logprobs": [t.logprobs for t in transcripts],
-            "env_mask": [t.mask for t in transcripts],
-            "reward": [r.reward for r in rollouts],
-        }
+            "completion_ids": [t.completion_ids for t in transcripts], "logprobs": [t.logprobs for t in transcripts],
+            "env_mask": [t.mask for t in transcripts], "reward": [r.reward for r in rollouts],
+        }  # fmt: skip
 
     corrected = spec.importance_sampling != "none"
     args = GRPOConfig(
@@ -249,10 +243,8 @@ def test_a_trainer_that_resumes_ends_where_one_that_was_not_stopped_ends(fp32_mo
 
     whole, cut = attempt("whole", 4), attempt("cut", stop)
     attempt("cut", 4, cut.checkpoints.verify(stop)["path"])
-    assert (
-        cut.checkpoints.manifest(4)["files"]["adapter_model.safetensors"]
-        == whole.checkpoints.manifest(4)["files"]["adapter_model.safetensors"]
-    )
+    kept, expected = (run.checkpoints.manifest(4)["files"]["adapter_model.safetensors"] for run in (cut, whole))
+    assert kept == expected
     assert list(cut.metric_steps()) == list(whole.metric_steps()) == [1, 2, 3, 4]
     for step in whole.metric_steps():
         assert cut.metrics(step)["metrics"]["kl"] == whole.metrics(step)["metrics"]["kl"]
@@ -382,9 +374,8 @@ def test_a_gradient_that_is_no_number_ends_the_run_before_it_is_saved(fp32_model
 
 
 def test_a_rollout_that_the_environment_failed_moves_nothing() -> None:
-    group = [
-        PlayedRollout(RolloutTask("train", 0, 0, i, 0), "t", reward=reward) for i, reward in enumerate((1.0, 0.0, 0.0))
-    ]
+    rewards = enumerate((1.0, 0.0, 0.0))
+    group = [PlayedRollout(RolloutTask("train", 0, 0, i, 0), "t", reward=reward) for i, reward in rewards]
     group[2].error = {"code": "environment_error", "what": "boom"}
     assert advantages_of(group, settings_of()) == [0.5, -0.5, 0.0]
     group[1].error = group[2].error

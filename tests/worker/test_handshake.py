@@ -48,14 +48,9 @@ def policy(fp32_model: Path) -> Any:
 def shaken(engines, policy, model, record=lambda way: None) -> tuple[VllmEngine, list[tuple[str, str]]]:
     events: list[tuple[str, str]] = []
     engine = agreeing_engine(
-        engines.__getitem__,
-        ["merged", "adapter"],
-        policy,
-        ModelFiles(model),
-        LENGTH,
-        lambda kind, text: events.append((kind, text)),
-        record,
-    )
+        engines.__getitem__, ["merged", "adapter"], policy, ModelFiles(model), LENGTH,
+        lambda kind, text: events.append((kind, text)), record,
+    )  # fmt: skip
     return engine, events
 
 
@@ -144,9 +139,8 @@ def test_where_both_are_wrong_the_refusal_names_the_layers_or_what_the_engine_sa
     merged = engines["merged"]
     monkeypatch.setattr(merged, "load_policy", without("v_proj", merged.load_policy))
     monkeypatch.setattr(engines["adapter"], "load_policy", refuse)
-    with pytest.raises(FlashError, match="adapters of v_proj differ") as caught:
+    with pytest.raises(FlashError, match=r"model_unsupported.*adapters of v_proj differ") as caught:
         shaken(engines, policy, fp32_model)
-    assert caught.value.code == "model_unsupported"
     assert "sync=adapter: ValueError: expected target modules" in caught.value.what
 
 

@@ -82,10 +82,8 @@ def test_rollouts_that_the_environment_failed_count_for_nothing_but_the_errors()
     broken = [rollout("a", 0.0, failed=True), rollout("b", 0.0, failed=True)]
     found = summarize([group, broken])
     assert (found["groups/solved_share"], found["groups/zero_share"], found["rollouts/repeated_share"]) == (
-        1.0,
-        0.0,
-        0.0,
-    )
+        1.0, 0.0, 0.0,
+    )  # fmt: skip
     assert (found["rollouts/error_share"], found["reward/mean"]) == (0.75, 1.0)
 
 
@@ -157,12 +155,9 @@ def test_a_template_that_opens_the_thinking_counts_what_comes_before_its_end():
 def test_thinking_costs_nothing_while_a_task_is_unsolved():
     """The formula of the playbook: coefficient x tokens of thinking x share of the group that succeeds."""
     group = [
-        rollout(THOUGHTS, 1.0, success=True),
-        rollout("4", 1.0, success=True),
-        rollout(THOUGHTS + THOUGHTS, 0.0),
-        rollout("<think>so it goes", 0.0),
-        rollout(THOUGHTS, 0.0, success=True, failed=True),
-    ]
+        rollout(THOUGHTS, 1.0, success=True), rollout("4", 1.0, success=True), rollout(THOUGHTS + THOUGHTS, 0.0),
+        rollout("<think>so it goes", 0.0), rollout(THOUGHTS, 0.0, success=True, failed=True),
+    ]  # fmt: skip
     unit = 0.01 * TOKENS / 2
     assert thinking_penalties(group, 0.01)[:2] == pytest.approx([unit, 0.0])
     fields = {"group_size": len(group), "thinking_length_penalty_coef": 0.01}

@@ -76,9 +76,8 @@ def test_an_export_finds_each_merged_weight_in_the_models_files(name: str, tmp_p
 
 
 def test_experts_of_a_dense_model_are_refused(tiny_model: Path) -> None:
-    with pytest.raises(FlashError, match="no mixture of experts") as caught:
+    with pytest.raises(FlashError, match=r"invalid_argument.*no mixture of experts"):
         load_policy(ModelFiles(tiny_model), rank=4, alpha=8, seed=0, dtype=torch.float32, experts=True)
-    assert caught.value.code == "invalid_argument"
 
 
 def check_row(name: str, folder: Path, only: Sequence[str]) -> None:

@@ -50,19 +50,14 @@ LEAST = 8 * GIB  # room for fp32 where bf16 would do
 @pytest.mark.parametrize(
     ("machine", "capacity", "fields", "dtype"),
     [
-        ({}, LEAST, HALF, torch.bfloat16),
-        ({"bf16_over_fp32": 1.1}, LEAST, HALF, torch.bfloat16),
-        (SLOWER, LEAST, HALF, torch.float32),
-        (NONE, LEAST, HALF, torch.float32),
-        (NONE, LEAST - 1, HALF, torch.bfloat16),
-        (SLOWER, LEAST - 1, HALF, torch.bfloat16),
-        (SLOWER, LEAST, HALF | STATE, torch.bfloat16),
-        (NONE, LEAST, WHOLE | STATE, torch.bfloat16),
-        ({}, LEAST - 1, WHOLE, torch.float32),
-        (NONE | {"cuda": True}, LEAST, HALF, torch.bfloat16),
+        ({}, LEAST, HALF, torch.bfloat16), ({"bf16_over_fp32": 1.1}, LEAST, HALF, torch.bfloat16),
+        (SLOWER, LEAST, HALF, torch.float32), (NONE, LEAST, HALF, torch.float32),
+        (NONE, LEAST - 1, HALF, torch.bfloat16), (SLOWER, LEAST - 1, HALF, torch.bfloat16),
+        (SLOWER, LEAST, HALF | STATE, torch.bfloat16), (NONE, LEAST, WHOLE | STATE, torch.bfloat16),
+        ({}, LEAST - 1, WHOLE, torch.float32), (NONE | {"cuda": True}, LEAST, HALF, torch.bfloat16),
         ({"cuda": True}, LEAST, WHOLE, torch.float32),
     ],
-)
+)  # fmt: skip
 def test_a_model_is_computed_in_the_faster_precision_that_fits(machine, capacity, fields, dtype, tmp_path, monkeypatch):
     for name, value in machine.items():
         where: Any = (torch.cuda, "is_available") if name == "cuda" else (precision, name)
@@ -87,12 +82,10 @@ def test_fp32_that_is_asked_for_is_refused_by_name_where_it_cannot_be(capacity_g
 @pytest.mark.parametrize(
     ("asked", "reported", "chosen"),
     [
-        (None, None, "bfloat16"),
-        ("float32", "bfloat16", "float32"),
-        (None, "float32", "float32"),
+        (None, None, "bfloat16"), ("float32", "bfloat16", "float32"), (None, "float32", "float32"),
         (None, "int8", "bfloat16"),
     ],
-)
+)  # fmt: skip
 def test_the_precision_of_a_run_is_what_was_asked_for_or_what_its_first_attempt_chose(
     asked: Any, reported: Any, chosen: str, tiny_model: Path, tmp_path: Path
 ) -> None:

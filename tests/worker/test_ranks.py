@@ -78,13 +78,9 @@ class Step:
             tree.forks = [(start + 3, start + 1)]
         own = common["ranks"].mine([rollouts[at : at + SIZE] for at in range(0, GROUPS * SIZE, SIZE)])
         trainer = Trainer(
-            self.policy,
-            tokenizer,
-            settings_of(**{"loss_type": case, "batch_size": GROUPS, **CASES[case]}),
-            rollouts_of=lambda step: list(itertools.chain.from_iterable(own)),
-            max_completion=MAX_COMPLETION,
-            **common,
-        )
+            self.policy, tokenizer, settings_of(**{"loss_type": case, "batch_size": GROUPS, **CASES[case]}),
+            rollouts_of=lambda step: list(itertools.chain.from_iterable(own)), max_completion=MAX_COMPLETION, **common,
+        )  # fmt: skip
         return trainer, ([], None)
 
     def trained(self, *, gradients: bool) -> dict[str, torch.Tensor]:

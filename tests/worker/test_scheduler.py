@@ -123,11 +123,9 @@ def test_a_system_prompt_stands_in_place_of_the_environments(text: str | None, r
 
 def fault(call: str, example: int) -> str | None:
     faults = {
-        ("open", 1): "environment_error",
-        ("step", 2): "environment_error",
-        ("step", 3): "environment_timeout",
+        ("open", 1): "environment_error", ("step", 2): "environment_error", ("step", 3): "environment_timeout",
         ("score", 4): "environment_error",
-    }
+    }  # fmt: skip
     return faults.get((call, example % 7))
 
 

@@ -23,7 +23,7 @@ from flash_mcp.tools.training.plan import estimate_of
 from flash_mcp.tools.training.probe import Probed
 from tests.attempts import Attempt, make_run
 from tests.places import CALCULATOR
-from tests.tiny import CHATML, make_tokenizer
+from tests.tiny import CHATML, change_adapter, make_tokenizer
 from worker.heartbeat import Heartbeat
 from worker.model_files import ModelFiles
 from worker.ranks import ALONE
@@ -99,10 +99,8 @@ def test_gold_that_no_rollout_could_hold_is_refused_with_its_row(tmp_path: Path,
     )
     (tmp_path / "train.jsonl").write_text(content)
     files = {"train.jsonl": hashlib.sha256(content.encode()).hexdigest()}
-    with pytest.raises(FlashError) as caught:
+    with pytest.raises(FlashError, match=rf"dataset_invalid.*train\.jsonl line 2: .*{reason}"):
         dataset_rows({"path": str(tmp_path), "files": files}, ChatTemplate(make_tokenizer()))
-    assert caught.value.code == "dataset_invalid"
-    assert caught.value.what.startswith("train.jsonl line 2: ") and reason in caught.value.what
 
 
 def test_two_answers_in_a_row_are_two_turns_as_in_a_rollout(tmp_path: Path) -> None:
@@ -132,11 +130,7 @@ def test_the_packed_pass_gives_the_loss_and_the_gradients_of_trls_own(fp32_model
     apart = [[row] for row in rows]
     outcomes = []
     for kind in (Tuner, SFTTrainer):
-        policy = load_policy(ModelFiles(fp32_model), rank=8, alpha=16, seed=0, dtype=torch.float32)
-        generator = torch.Generator().manual_seed(1)
-        for name, weight in policy.named_parameters():
-            if "lora_B" in name:
-                weight.data.normal_(std=0.05, generator=generator)
+        policy = change_adapter(load_policy(ModelFiles(fp32_model), rank=8, alpha=16, seed=0, dtype=torch.float32))
         events: list[str] = []
         trainer = make_sft_trainer(
             policy, AutoTokenizer.from_pretrained(fp32_model), SPEC,
@@ -186,14 +180,9 @@ def tune(
         output_dir=str(scratch / "out"), callbacks=[reporter], way=way,
     )  # fmt: skip
     session: Any = SimpleNamespace(
-        spec=spec,
-        writer=writer,
-        heartbeat=heartbeat,
-        reporter=reporter,
-        ranks=ALONE,
-        try_regression=lambda *_: None,
+        spec=spec, writer=writer, heartbeat=heartbeat, reporter=reporter, ranks=ALONE, try_regression=lambda *_: None,
         end_steps_ahead=lambda: None,
-    )
+    )  # fmt: skip
     assert _steps(trainer, session, _resume_point(writer, scratch)) == steps
     return spec
 

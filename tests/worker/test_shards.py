@@ -19,6 +19,7 @@ from flash_mcp.protocol.run_folder import RunFolder
 from tests.attempts import Attempt, held, make_run
 from tests.forked import forked
 from tests.places import ROOT
+from tests.tiny import change_adapter
 from tests.watch import listening_ports
 from tests.worker import test_ranks
 from tests.worker.test_evaluation_attempt import finish, make_evaluation
@@ -137,11 +138,7 @@ def test_a_run_on_a_shared_model_goes_on_where_one_card_holds_it_after_a_kill(ex
 @pytest.mark.long
 @pytest.mark.cpu
 def test_an_evaluation_on_several_cards_goes_on_after_a_process_of_its_engine_is_killed(exact_model: Path, tmp_path):
-    policy = test_ranks.make_policy(exact_model)
-    generator = torch.Generator().manual_seed(0)
-    for name, weight in policy.named_parameters():
-        if "lora_" in name:
-            weight.data.normal_(std=0.1, generator=generator)
+    policy = change_adapter(test_ranks.make_policy(exact_model), 0.1, seed=0, part="lora_")
     save_adapter(policy, tmp_path / "adapter")
     fields: dict[str, Any] = {"attempts": 64, "temperature": 0.0, "max_tokens": 8, "gpus": 2}
     adapter = tmp_path / "adapter"
@@ -170,7 +167,6 @@ from worker.main import prepare_process
 prepare_process()
 from worker.engine.vllm import VllmEngine
 from worker.rollouts.turns import Grammar, Sampling
-
 if __name__ == "__main__":
     cards = sys.argv[2].split(",")
     base = ModelFiles(Path(sys.argv[1]))

@@ -16,11 +16,9 @@ STEPS = 200 if os.environ.get("FLASH_SLOW") else 25
 MIB_A_STEP = 1.0
 
 RETURNED = {
-    "MALLOC_ARENA_MAX": "2",
-    "MALLOC_MMAP_THRESHOLD_": "65536",
-    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536",
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
-}
+}  # fmt: skip
 """What is freed goes back to the system at once, and oneDNN keeps kernels for few lengths only.
 
 Otherwise resident memory grows for dozens of steps as new lengths come, and nothing leaks."""

@@ -117,13 +117,11 @@ def test_a_template_whose_answers_begin_in_an_open_think_block_is_followed() -> 
 @pytest.mark.parametrize(
     "template",
     [
-        None,
-        "{% for message in messages %}{{ message['content'] }}{% endfor %}",
+        None, "{% for message in messages %}{{ message['content'] }}{% endfor %}",
         "{% for message in messages %}{{ message['role'] }}<|im_end|>{% endfor %}",
-        CHATML.replace("message['content']", "message['content'] | upper"),
-        "{{ raise_exception('no') }}",
+        CHATML.replace("message['content']", "message['content'] | upper"), "{{ raise_exception('no') }}",
     ],
-)
+)  # fmt: skip
 def test_a_template_that_cannot_be_followed_is_refused_before_the_first_step(template: str | None) -> None:
     with pytest.raises(FlashError, match="template_unsupported"):
         ChatTemplate(tokenizer(template))

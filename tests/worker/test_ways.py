@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flash_mcp.protocol.errors import FlashError
 from tests.architectures import MIXTURES, SIZES, WINDOW, make_architecture
+from tests.tiny import change_adapter
 from worker.training import attention, packing
 from worker.training.kernels import LoraLinear
 from worker.training.packing import Pack, Way, way_of
@@ -27,12 +28,7 @@ def adapted(model: Any) -> Any:
     ]
     config = LoraConfig(r=4, lora_alpha=8, target_modules=names, task_type="CAUSAL_LM")
     config._register_custom_module({torch.nn.Linear: LoraLinear})
-    policy = get_peft_model(model, config)
-    generator = torch.Generator().manual_seed(1)
-    for name, weight in policy.named_parameters():
-        if "lora_B" in name:
-            weight.data.normal_(std=0.05, generator=generator)
-    return policy.train()
+    return change_adapter(get_peft_model(model, config)).train()
 
 
 def make_pack(prompt: int, lengths: list[int], way: Way) -> Pack:

@@ -76,15 +76,11 @@ PROGRAMS = {
 SOURCE = """
 import sys
 from environments import EnvironmentCommand
-
-
 class Sample(EnvironmentCommand):
     def __init__(self, programs):
         self.dataset = [TaskExample({}, each, id=f"t{n}") for n, each in enumerate(programs)]
-
     def command(self, example):
         return [sys.executable, "-c", example.input]
-
     def variables(self, example):
         return {"EXTRA": "told"}
 """
@@ -147,16 +143,12 @@ async def test_a_program_leaves_processes_to_others_and_none_behind(tmp_path: Pa
 async def test_a_command_that_is_killed_or_does_not_start_has_no_reward(name, command, expected, tmp_path):
     source = """
         import tempfile
-
-
         def no_program():
             path = os.path.join(tempfile.gettempdir(), "no-program")
             with open(path, "w") as file:
                 file.write("no program")
             os.chmod(path, 0o700)
             return path
-
-
         class Sample(Sample):
             def reward(self, example, ended):
                 return RewardResult(0.0)

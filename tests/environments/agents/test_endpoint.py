@@ -24,6 +24,7 @@ from environments.checks.report import failure
 from environments.process import host as host_module
 from environments.process.host import EnvironmentFault, EnvironmentHost, Score
 from environments.sandbox.landlock import knows_ports
+from tests.environments.sandbox.test_acts import EVERY_USERS_PYTHON, ONLY_ROOT, WITHOUT_RIGHTS
 from tests.folders import environment_folder
 from tests.places import ROOT
 from tests.waiting import WAIT_S
@@ -34,8 +35,6 @@ AGENT = """
 import _socket, http.client, json, socket, threading
 from urllib.parse import urlsplit
 from environments import EnvironmentAgent
-
-
 def post(base_url, key, body, path="/chat/completions", method="POST", **headers):
     url = urlsplit(base_url)
     connection = http.client.HTTPConnection(url.hostname, url.port)
@@ -45,34 +44,25 @@ def post(base_url, key, body, path="/chat/completions", method="POST", **headers
     content = response.read().decode()
     connection.close()
     return response.status, content
-
-
 def user(text):
     return {"role": "user", "content": text}
-
-
 class Sample(EnvironmentAgent):
     max_calls = 4
-
     def __init__(self, programs):
         self.dataset = [TaskExample({}, each, id=f"t{n}") for n, each in enumerate(programs)]
-
     def run(self, example, base_url, api_key, model):
         told = []
-
         def ask(messages, key=api_key, **more):
             headers = more.pop("headers", {})
             path = more.pop("path", "/chat/completions")
             answer = post(base_url, key, {"model": model, "messages": messages, **more}, path, **headers)
             return answer[0], json.loads(answer[1])
-
         def tried(act):
             try:
                 act()
                 told.append("done")
             except OSError as error:
                 told.append(type(error).__name__)
-
         exec(example.input, globals() | locals())
         return RewardResult(float(len(told)), success=True, reason=json.dumps(told))
 """
@@ -285,13 +275,10 @@ RETRY = 'ask([user("x")], headers={"x_stainless_retry_count": "1"})'
     ("before", "after", "lost"),
     [
         ("", "", "reached no client"),
-        ("", 'raise ValueError("I give up")', r"reached no client.*; run raised ValueError: I give up"),
-        ("", SAME, ""),
-        ("", 'ask([user("x")], max_tokens=5)', "reached no client"),
-        (SAME, "", ""),
-        (RETRY, "", ""),
+        ("", 'raise ValueError("I give up")', r"reached no client.*; run raised ValueError: I give up"), ("", SAME, ""),
+        ("", 'ask([user("x")], max_tokens=5)', "reached no client"), (SAME, "", ""), (RETRY, "", ""),
     ],
-)
+)  # fmt: skip
 async def test_an_answer_that_reaches_nobody_drops_the_rollout(before: str, after: str, lost: str, tmp_path: Path):
     """`before` it left the request for x, and `after` that, the agent asks again."""
     program = LEFT.replace("BEFORE", before).replace("AFTER", after)
@@ -643,7 +630,6 @@ PLAY = """
 import asyncio, json, sys
 from pathlib import Path
 from environments.process.host import EnvironmentFault, EnvironmentHost, Score
-
 async def main():
     try:
         async with await EnvironmentHost.start(Path(sys.argv[1])) as host:
@@ -652,7 +638,6 @@ async def main():
             print(json.dumps([host.sandbox["network"], (await host.score(episode)).reason]))
     except EnvironmentFault as fault:
         print(json.dumps([fault.code, fault.what]))
-
 asyncio.run(main())
 """
 
@@ -672,10 +657,7 @@ def played_as(
     return json.loads(done.stdout.splitlines()[-1])
 
 
-needs_root = pytest.mark.skipif(os.getuid() != 0 or not shutil.which("setpriv"), reason="only root can give powers up")
-
-
-@needs_root
+@ONLY_ROOT
 @pytest.mark.hostile("network")
 @pytest.mark.parametrize("power", ["sys_admin", "net_admin"])
 def test_where_no_namespace_can_be_had_an_agent_gets_one_port(tmp_path: Path, power: str) -> None:
@@ -711,11 +693,8 @@ def test_where_no_namespace_can_be_had_an_agent_gets_one_port(tmp_path: Path, po
     assert {*refusals} == {"PermissionError"}
 
 
-@needs_root
-@pytest.mark.skipif(
-    os.system("/usr/bin/python3 -c 'import tomllib' 2>/dev/null") != 0,
-    reason="needs a Python from 3.11 on that every user may run",
-)
+@ONLY_ROOT
+@EVERY_USERS_PYTHON
 def test_an_agent_works_for_a_server_without_rights() -> None:
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
@@ -723,8 +702,7 @@ def test_an_agent_works_for_a_server_without_rights() -> None:
         shutil.copytree(ROOT / "environments", place / "environments")
         (place / "home").mkdir()
         os.chown(place / "home", 4242, 4242)
-        rights = ["setpriv", "--reuid", "4242", "--regid", "4242", "--clear-groups"]
-        network, told = played_as(place, rights, "/usr/bin/python3")
+        network, told = played_as(place, WITHOUT_RIGHTS, "/usr/bin/python3")
     if "namespace" in told:
         pytest.skip(f"a user can have no network namespace here: {told}")
     assert (network, told) == ("", "[200]")

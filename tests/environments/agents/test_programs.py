@@ -17,6 +17,7 @@ from environments.agents import command as commands
 from environments.agents.command import model_variables
 from environments.process.host import EnvironmentHost
 from environments.sandbox.landlock import knows_ports
+from tests.environments.sandbox.test_acts import POWERLESS
 from tests.folders import environment_folder
 from tests.places import ROOT
 from tests.waiting import WAIT_S
@@ -26,19 +27,14 @@ PROGRAMS = """
 import sys
 import tempfile
 from environments import EnvironmentCommand
-
-
 class Sample(EnvironmentCommand):
     dataset = [TaskExample({}, "", id="victim.py"), TaskExample({}, "", id="attacker.py")]
-
     def __init__(self):
         with open(os.path.join(tempfile.gettempdir(), "written"), "w") as file:
             file.write("answers")
         open(os.path.join(tempfile.gettempdir(), "prompt"), "w").close()
-
     def command(self, example):
         return [sys.executable, f"{os.path.dirname(__file__)}/{example.id}"]
-
     def files(self, example):
         return ["client", os.path.join(tempfile.gettempdir(), "prompt")]
 """
@@ -46,12 +42,9 @@ CLIENT = """
 import ctypes, glob, http.client, json, os, signal, socket, sys, tempfile
 from pathlib import Path
 from urllib.parse import urlsplit
-
 ENVIRONMENT = os.path.dirname(__file__)
 KEY = os.environ["OPENAI_API_KEY"]
 url = urlsplit(os.environ["OPENAI_BASE_URL"])
-
-
 def ask(key=KEY, path="/v1/responses", method="POST", **fields):
     connection = http.client.HTTPConnection(url.hostname, url.port, timeout=60)
     body = json.dumps({"model": "policy", "input": "x", **fields})
@@ -60,8 +53,6 @@ def ask(key=KEY, path="/v1/responses", method="POST", **fields):
     said = json.loads(answer.read())
     connection.close()
     return answer.status, said
-
-
 def end(**fields):
     Path(os.environ["FLASH_REWARD_FILE"]).write_text(json.dumps({"score": 1.0, **fields}))
 """
@@ -140,14 +131,10 @@ ATTACKER = (
     + f"""
 VICTIM, SERVER, ROOM, RESPONSE = json.loads(ask()[1]["output"][0]["content"][0]["text"])
 libc = ctypes.CDLL(None, use_errno=True)
-
-
 def checked(result):
     if result < 0:
         raise OSError(ctypes.get_errno(), "refused")
     return "done"
-
-
 def vm_read(pid):
     class Part(ctypes.Structure):
         _fields_ = (("start", ctypes.c_void_p), ("size", ctypes.c_size_t))
@@ -156,23 +143,15 @@ def vm_read(pid):
     parts = ctypes.byref(Part(ctypes.addressof(own), 1)), 1, ctypes.byref(Part(1, 1)), 1
     if libc.process_vm_readv(pid, *parts, 0) < 0 and ctypes.get_errno() != 14:
         raise OSError(ctypes.get_errno(), "refused")
-
-
 def trace(pid):
     checked(libc.ptrace(16, pid, None, None))  # PTRACE_ATTACH
-
-
 def others():
     found = [name for name in os.listdir("/proc") if name.isdecimal() and int(name) != os.getpid()]
     if not found:
         raise ProcessLookupError
-
-
 def inherited():
     if len(os.listdir("/proc/self/fd")) == 4:  # one of them lists
         raise OSError("none")
-
-
 found = {{}}
 os.kill(-1, signal.SIGTERM)  # whom it does not reach is no error
 for name, act in {ACTS!r}.items():
@@ -229,8 +208,6 @@ async def played(folder: Path) -> dict[str, Any]:
         return {**found, "victim": (await host.score(victim)).reason, "sandbox": host.sandbox}
 
 
-CONTAINER = ["setpriv", "--bounding-set", "-sys_admin", "--inh-caps", "-sys_admin"]
-"""As most rented machines are: root without namespaces, as `capsh --drop=cap_sys_admin` makes it too."""
 PLAY = """
 import asyncio, json, sys
 from pathlib import Path
@@ -246,7 +223,7 @@ def attack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         return asyncio.run(played(folder))
     if os.getuid() != 0 or not shutil.which("setpriv") or not knows_ports():
         pytest.skip("only root can give powers up, and agents without namespaces need Linux 6.7")
-    command = [*CONTAINER, sys.executable, "-c", PLAY, folder]
+    command = [*POWERLESS, sys.executable, "-c", PLAY, folder]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])

@@ -18,7 +18,6 @@ pytestmark = pytest.mark.slow
 FORGER = """
 import gc, json
 from environments import JudgeRubric, task_cache
-
 def forge(op):
     if ARGS["op"] == op:
         child = next(each for each in gc.get_objects() if type(each).__name__ == "Child")
@@ -26,17 +25,14 @@ def forge(op):
         with open(int(sys.argv[3]), "wb", closefd=False) as stream:
             stream.write(line.encode() + b"\\n")
         time.sleep(20)
-
 class Tasks(list):
     loaded = False
     def __getitem__(self, index):
         if self.loaded: forge("tasks")
         return super().__getitem__(index)
-
 class Judge(JudgeRubric):
     def ask(self, question, answers):
         forge("judge")
-
 class Sample(Echo):
     def __init__(self):
         self.dataset = Tasks(tasks())
@@ -62,12 +58,10 @@ class Sample(Echo):
         return super().sft_completion(example)
     def close_episode(self):
         forge("close")
-
 class Generated(list):
     def __iter__(self):
         forge("generated")
         return super().__iter__()
-
 def forger(args):
     global ARGS
     ARGS = args
@@ -288,7 +282,6 @@ class Tasks(list):
         return self.LENGTH
     def __iter__(self):
         return iter(self.rows())
-
 class Sample(Addition):
     def __init__(self): self.dataset = Tasks(tasks())
 """
@@ -325,10 +318,7 @@ HOSTILE_NEEDS = {
     "no processes": ("processes = 0", "processes must be a number above 0, got 0"),
     "endless files": ("file_gib = inf", "file_gib must be a number above 0, got inf"),
     "network as a text": ('network = "yes"', "network must be true or false, got 'yes'"),
-    "a need that does not exist": (
-        "root = true",
-        "unknown keys root; it may have: network, endpoint, gateway, memory_gib",
-    ),
+    "a need that does not exist": ("root = true", "unknown keys root; it may have: network, endpoint, gateway, memory"),
     "no TOML": ("network =", "environment.toml cannot be read"),
 }
 
@@ -394,9 +384,7 @@ LEAKS = {
     "where a role is cut": "return RewardResult(score=['x' * 85, os.environ['KEY']])",
     "one line of it": "raise ValueError(os.environ['PEM'].splitlines()[1])",
     "lines of it, indented": "raise ValueError('\\n    '.join(os.environ['PEM'].splitlines()))",
-    "half of it before the process ends": (
-        "os.write(2, os.environ['KEY'].encode()[:25]); time.sleep(0.3); os._exit(3)"
-    ),
+    "half of it before the process ends": "os.write(2, os.environ['KEY'].encode()[:25]); time.sleep(0.3); os._exit(3)",
     "half of it before a timeout": "os.write(2, os.environ['KEY'].encode()[:25]); time.sleep(60)",
 }
 

@@ -58,7 +58,6 @@ async def test_an_environment_runs_with_its_own_packages_and_with_nothing_of_our
     source = """
         import importlib.util
         import six
-
         class Sample(Addition):
             def build_prompt_messages(self, example):
                 ours = [name for name in ("pydantic", "flash_mcp", "torch") if importlib.util.find_spec(name)]
@@ -166,10 +165,8 @@ async def test_two_processes_at_once_both_get_the_interpreter_after_one_that_was
         import asyncio
         from pathlib import Path
         from environments.process import requirements
-
         async def told(message):
             print(message)
-
         print(asyncio.run(requirements.interpreter(Path({str(folder)!r}), on_progress=told)))
     """
     command = (sys.executable, "-c", textwrap.dedent(code))
@@ -192,18 +189,15 @@ async def test_two_processes_at_once_both_get_the_interpreter_after_one_that_was
 ATTACKER = """
 import errno, os, socket, subprocess, zipfile
 from pathlib import Path
-
 def tried(action):
     try:
         action()
     except OSError as error:
         return errno.errorcode[error.errno]
     return "done"
-
 def listed(home):
     if "secret" not in os.listdir(home):  # only the way to its own folders is there
         raise OSError(errno.ENOENT, "no secret")
-
 def attack():
     home = Path(HOME)
     target = home / "interpreters" / Path(__file__).relative_to(home / "interpreters").parts[0]
@@ -218,11 +212,9 @@ def attack():
         "signal the server": tried(lambda: os.kill(SERVER, 0)),
         "reach a socket of the user": tried(lambda: socket.socket(socket.AF_UNIX).connect(SOCKET)),
     }
-
 def powers():
     status = Path("/proc/self/status").read_text()
     return int(status.partition("CapEff:")[2].split()[0], 16)
-
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
     subprocess.Popen(["sleep", "4321"], start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     source = f"AT_BUILD = {attack()!r}\\nPOWERS = {powers()}\\n"
@@ -276,7 +268,6 @@ async def test_a_packages_build_and_its_start_up_code_stand_behind_the_walls(
     source = """
         import json
         import attacker
-
         class Sample(Addition):
             def build_prompt_messages(self, example):
                 told = [attacker.AT_BUILD, attacker.AT_START, attacker.POWERS]
@@ -326,7 +317,6 @@ async def test_a_project_around_the_state_directory_does_not_matter(tmp_path: Pa
 SPY = """
 import os, zipfile
 from pathlib import Path
-
 def texts():
     yield repr(dict(os.environ))
     for place in ("/proc", CONFIG, HOME):
@@ -344,7 +334,6 @@ def texts():
                         os.close(file)
                     except OSError:
                         pass
-
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
     everything = "".join(texts())
     found = [word for word in WORDS if word[::-1] in everything]
@@ -452,7 +441,6 @@ async def test_a_build_sees_no_password_of_an_index(tmp_path, flash_home, privat
     allow(flash_home, 'build_from_source = ["Attacker"]')
     source = """
         import attacker, private
-
         class Sample(Addition):
             def build_prompt_messages(self, example):
                 told = f"{attacker.FOUND} {attacker.SEEN > 1000} {private.ANSWER}"

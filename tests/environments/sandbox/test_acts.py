@@ -29,6 +29,11 @@ UNPROTECTED = [sys.executable, "-m", "tests.refusing", "landlock,namespaces"]
 WITHOUT_RIGHTS = ["setpriv", "--reuid", "4242", "--regid", "4242", "--clear-groups"]
 ONLY_ROOT = pytest.mark.skipif(os.getuid() != 0 or not shutil.which("setpriv"), reason="only root can be another user")
 
+EVERY_USERS_PYTHON = pytest.mark.skipif(
+    os.system("/usr/bin/python3 -c 'import tomllib' 2>/dev/null") != 0,
+    reason="needs a Python from 3.11 on that every user may run",
+)
+
 
 @dataclass(frozen=True)
 class Told:
@@ -81,15 +86,8 @@ def tried(base: Path, before: list[str], python: list[str], *more: str, **variab
     folder = environment_folder(base / "home" / "environments" / "folder", acts.ATTACKER, needs="processes = 200")
     with at_stake(base, before if before == WITHOUT_RIGHTS else []) as names:
         command = [*before, *python, folder, json.dumps(names), *more]
-        done = subprocess.run(
-            command,
-            env={**os.environ, "FLASH_HOME": str(base / "home"), **variables},
-            cwd=TESTS.parent,
-            capture_output=True,
-            text=True,
-            timeout=WAIT_S,
-            check=False,
-        )
+        env = {**os.environ, "FLASH_HOME": str(base / "home"), **variables}
+        done = subprocess.run(command, env=env, cwd=TESTS.parent, capture_output=True, text=True, timeout=WAIT_S)
     assert done.returncode == 0, done.stderr[-3000:]
     return Told(has_victim=bool(names["has_victim"]), **json.loads(done.stdout))
 
@@ -102,41 +100,19 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     return tried(tmp_path_factory.mktemp("acts"), [], OURS, "faults")
 
 
-def refuses(told: Told, name: str) -> None:
+KINDS = {
+    "files": acts.FILES, "surroundings": acts.MOUNTS, "rights": acts.PROCESSES, "machine": acts.MACHINE,
+    "sockets": acts.NETWORK,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.hostile(kind)) for kind, names in KINDS.items() for name in names]
+)
+def test_an_act_is_refused(told: Told, name: str) -> None:
     if why := told.sandbox.get(acts.NEEDS.get(name, "")):
         pytest.skip(why)
-    assert acts.is_refused(name, told.acts[name]), told.acts[name]
-
-
-@pytest.mark.hostile("files")
-@pytest.mark.parametrize("name", acts.FILES)
-def test_a_file_outside_is_refused(told: Told, name: str) -> None:
-    refuses(told, name)
-
-
-@pytest.mark.hostile("surroundings")
-@pytest.mark.parametrize("name", acts.MOUNTS)
-def test_a_change_of_what_surrounds_it_is_refused(told: Told, name: str) -> None:
-    refuses(told, name)
-
-
-@pytest.mark.hostile("rights")
-@pytest.mark.parametrize("name", acts.PROCESSES)
-def test_a_hold_on_other_processes_is_refused(told: Told, name: str) -> None:
-    refuses(told, name)
-    assert told.has_victim
-
-
-@pytest.mark.hostile("machine")
-@pytest.mark.parametrize("name", acts.MACHINE)
-def test_a_change_of_the_machine_is_refused(told: Told, name: str) -> None:
-    refuses(told, name)
-
-
-@pytest.mark.hostile("sockets")
-@pytest.mark.parametrize("name", acts.NETWORK)
-def test_a_socket_is_refused(told: Told, name: str) -> None:
-    refuses(told, name)
+    assert acts.is_refused(name, told.acts[name]) and told.has_victim, told.acts[name]
 
 
 @pytest.mark.hostile("odd ends")
@@ -161,10 +137,7 @@ def test_the_same_acts_are_refused_where_no_namespace_can_be_had(tmp_path: Path)
 
 
 @ONLY_ROOT
-@pytest.mark.skipif(
-    os.system("/usr/bin/python3 -c 'import tomllib' 2>/dev/null") != 0,
-    reason="needs a Python from 3.11 on that every user may run",
-)
+@EVERY_USERS_PYTHON
 def test_the_same_acts_of_a_user_without_rights_are_refused() -> None:
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder)
