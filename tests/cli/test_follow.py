@@ -76,12 +76,9 @@ def test_logs_print_what_comes_after_what_was_printed_until_the_run_has_ended(tm
     monkeypatch.setattr(run_commands, "time", SimpleNamespace(sleep=next_tail))
     assert main.main(["logs", run.id, "--follow"]) == 0
     assert capsys.readouterr().out == "".join(printed)
-
-
-def test_a_run_without_a_log_says_so_and_where_its_reason_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    run = queued_run(tmp_path)
-    assert main.main(["logs", run.id]) == 0
-    says = f"{run.id}, which is queued, has no log: see why with `flash-mcp status {run.id}`\n"
+    waits = queued_run(tmp_path)
+    assert main.main(["logs", waits.id]) == 0
+    says = f"{waits.id}, which is queued, has no log: see why with `flash-mcp status {waits.id}`\n"
     assert capsys.readouterr() == ("", says)
 
 

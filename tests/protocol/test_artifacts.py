@@ -54,7 +54,8 @@ def test_the_digest_depends_on_content_alone(artifacts: Artifacts, folder: Path,
     (copy / "a.txt").write_text("b")
     assert artifacts.put(copy, "run-1") != digest
     (copy / "a.txt").write_text("a")
-    assert artifacts.put(copy, "run-1") == digest
+    artifacts._fs.rm(artifacts._path(digest))  # what the storage lost is stored again
+    assert artifacts.put(copy, "run-1") == digest and artifacts._fs.exists(artifacts._path(digest))
 
 
 def test_runs_of_several_targets_wait_for_one_upload(artifacts: Artifacts, folder: Path, monkeypatch):
@@ -71,12 +72,6 @@ def test_runs_of_several_targets_wait_for_one_upload(artifacts: Artifacts, folde
         stored = threads.map(lambda number: targets[number % 2].put(folder, f"run-{number}"), range(4))
         assert len(set(stored)) == 1
     assert len(uploads) == 1
-
-
-def test_what_the_storage_lost_is_stored_again(artifacts: Artifacts, folder: Path) -> None:
-    digest = artifacts.put(folder, "run-1")
-    artifacts._fs.rm(artifacts._path(digest))
-    assert artifacts.put(folder, "run-1") == digest and artifacts._fs.exists(artifacts._path(digest))
 
 
 def test_a_missing_or_changed_artifact_is_refused_and_leaves_nothing(artifacts: Artifacts, folder: Path, tmp_path):
@@ -154,16 +149,12 @@ trim(Path(cache), float(limit))
     assert {path.name for path in cache.iterdir() if path.is_dir()} == {digests[0], digests[2]}
 
 
-def fetched_once(artifacts: Artifacts, folder: Path, cache: Path) -> str:
-    """The digest of a folder in the cache that no process uses."""
-    digest = artifacts.put(folder, "run-1")
-    os.close(_IN_USE.pop(artifacts.fetch(digest, cache)))
-    return digest
-
-
-def test_a_folder_whose_removal_was_cut_off_is_fetched_anew(artifacts: Artifacts, folder: Path, tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    digest = fetched_once(artifacts, folder, cache)
+def test_what_a_killed_download_left_is_removed_and_what_a_removal_left_fetched_anew(artifacts, folder, tmp_path: Path):
+    cache, digest = tmp_path / "cache", artifacts.put(folder, "run-1")
+    os.close(_IN_USE.pop(artifacts.fetch(digest, cache)))  # no process uses it
+    (cache / f".{digest}.part-killed" / "inner").mkdir(parents=True)
+    trim(cache, 1e9)
+    assert [path.name for path in cache.iterdir() if path.is_dir()] == [digest]
     code = """
 import os
 import signal
@@ -183,24 +174,11 @@ trim(Path(sys.argv[1]), 0)
     assert [path.name for path in cache.iterdir() if path.is_dir()] == [digest]
 
 
-def test_what_a_killed_download_left_is_removed(artifacts: Artifacts, folder: Path, tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    digest = fetched_once(artifacts, folder, cache)
-    (cache / f".{digest}.part-killed" / "inner").mkdir(parents=True)
-    trim(cache, 1e9)
-    assert [path.name for path in cache.iterdir() if path.is_dir()] == [digest]
-
-
 def test_a_job_names_no_path_of_this_machine_and_finds_its_folders_on_a_node(folder: Path, tmp_path: Path) -> None:
     artifacts = Artifacts(str(tmp_path / "storage"), retry_s=1)
-    job = {
-        "run_id": "run-1",
-        "environment": {"name": "e", "path": str(folder)},
-        "init_adapter": None,
-        "dataset": {"name": "d", "path": str(folder)},
-        "model": str(folder),
-        "spec": {"model": str(folder), "steps": 3},
-    }
+    path = str(folder)
+    job = {"run_id": "run-1", "environment": {"name": "e", "path": path}, "init_adapter": None, "model": path}
+    job |= {"dataset": {"name": "d", "path": path}, "spec": {"model": path, "steps": 3}}
     sent = packed(job, artifacts)
     assert str(tmp_path) not in str(sent)
     found = placed(sent, artifacts, tmp_path / "cache")

@@ -32,16 +32,9 @@ def started(home: Path, max_bytes: int = 1 << 20, days: float = 30.0) -> Recordi
 
 
 def line(text: str, **more: Any) -> dict[str, Any]:
-    return {
-        "messages": [{"role": "user", "content": text}],
-        "tools": [],
-        "answer": {"role": "assistant", "content": text.upper()},
-        "finish": "stop",
-        "prompt_token_ids": [1, 2, 3],
-        "token_ids": [4, 5],
-        "seconds": 0.5,
-        **more,
-    }
+    answer = {"role": "assistant", "content": text.upper()}
+    entry = {"messages": [{"role": "user", "content": text}], "tools": [], "answer": answer, "finish": "stop"}
+    return {**entry, "prompt_token_ids": [1, 2, 3], "token_ids": [4, 5], "seconds": 0.5, **more}
 
 
 def test_lines_become_conversations_without_a_reward(tmp_path: Path) -> None:
@@ -94,35 +87,23 @@ def test_what_matches_is_deleted_with_its_ratings_while_others_are_written(tmp_p
     assert newer.stat().st_mode & 0o777 == 0o600
 
 
-def test_what_nobody_should_learn_is_replaced_and_its_tokens_are_not_kept(tmp_path: Path) -> None:
+def test_what_nobody_should_learn_is_replaced_and_nothing_is_recorded_after_a_stop(tmp_path: Path) -> None:
     recording = Recording(tmp_path, "dep-1")
-    recording.start(RecordingLimits(1 << 20, 30.0, ("mail", "card", "key", r"PO-\d+")))
+    recording.start(RecordingLimits(1 << 20, 30.0, ("mail", "card", "key", r"PO-\d+", r"\d{17,}")))
     said = "Mail ann@example.org, card 4111 1111 1111 1111, not 4111111111111112, key sk-proj-0123456789abcdef, PO-17"
     recording.append(line(said, user="ann@example.org", prompt_tokens=3))
-    recording.append(line("plain", user="ann"))
+    name = "chatcmpl-12345678123456789"  # an id that a pattern matches stays and can be rated
+    recording.append(line("plain", user="ann", id=name))
+    assert recording.rate(name, 1.0)
+    recording.stop()
+    recording.append(line("b"))
+    assert not recording.is_on()
     first, second = recording.answers()
     text = "Mail [mail], card [card], not 4111111111111112, key [key], [redacted]"
     assert first["messages"] == [{"role": "user", "content": text}]
     assert (first["prompt_token_ids"], first["token_ids"], first["prompt_tokens"]) == ([], [], 3)
     assert first["user"] == pseudonym("ann@example.org") != "[mail]"
-    assert (second["token_ids"], second["user"]) == ([4, 5], "ann")
-
-
-def test_an_id_that_a_pattern_matches_stays_and_can_be_rated(tmp_path: Path) -> None:
-    recording = Recording(tmp_path, "dep-1")
-    recording.start(RecordingLimits(1 << 20, 30.0, (r"\d{7,}",)))
-    recording.append(line("plain", id="chatcmpl-ab12345678cdef90"))
-    assert recording.rate("chatcmpl-ab12345678cdef90", 1.0)
-    (answer,) = recording.answers()
-    assert (answer["token_ids"], answer["rating"]) == ([4, 5], 1.0)
-
-
-def test_what_was_stopped_records_no_more_and_keeps_what_it_has(tmp_path: Path) -> None:
-    recording = started(tmp_path)
-    recording.append(line("a"))
-    recording.stop()
-    recording.append(line("b"))
-    assert not recording.is_on() and len([*recording.lines()]) == 1
+    assert (second["token_ids"], second["user"], second["rating"]) == ([4, 5], "ann", 1.0)
 
 
 def test_a_recording_keeps_within_its_bytes_and_the_newest_lines(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ def test_unset_fields_take_the_recipes_value_and_say_so():
     assert (resolved.spec.lora_rank, resolved.sources["lora_rank"]) == (32, "recipe")
     assert (resolved.spec.learning_rate, resolved.sources["learning_rate"]) == (2e-4, "recipe")
     assert resolved.sources["init_from_adapter"] == "default"
+    spec = validate({"environment": "calculator", "steps": 3, "seed": 4})
+    assert resolve(spec, file_fields=frozenset({"seed"})).sources["seed"] == "file"
 
 
 def test_a_stored_spec_lacks_fields_that_are_newer_and_has_some_that_exist_no_more():
@@ -37,11 +39,6 @@ def test_a_recipe_fills_every_field_but_those_that_the_model_or_the_task_decide(
     of_algorithm = {"grpo": {"epochs", "teacher"}, "sft": {"steps", "group_size", "teacher"}, "distill": {"epochs"}}
     always = "max_length init_from_adapter dataset question answer max_hours max_cost finish_by slurm"
     assert empty == {*always.split()} | of_algorithm[algorithm]
-
-
-def test_values_from_a_file_are_told_from_arguments():
-    spec = validate({"environment": "calculator", "steps": 3, "seed": 4})
-    assert resolve(spec, file_fields=frozenset({"seed"})).sources["seed"] == "file"
 
 
 @pytest.mark.parametrize(
@@ -78,21 +75,9 @@ def test_several_wrong_fields_are_explained_one_a_line():
         validate({"environment": "e", "steps": 0, "group_size": 0})
     lines = caught.value.what.strip().splitlines()
     assert [line.partition(":")[0] for line in lines] == ["steps", "group_size"] and "got 0" in lines[0]
-
-
-def test_a_wrong_algorithm_is_the_only_error_that_it_causes():
-    with pytest.raises(FlashError) as caught:
+    with pytest.raises(FlashError) as caught:  # the only error that it causes
         validate({"environment": "e", "algorithm": "ppo"})
     assert caught.value.what.startswith("algorithm: ")
-
-
-def test_tables_of_a_toml_file_only_group_fields(tmp_path: Path):
-    path = tmp_path / "rl.toml"
-    path.write_text(
-        'environment = "e"\n[train]\nsteps = 3\n[rollouts]\ntemperature = 0.5\n[environment_args]\nlevel = 2\n'
-    )
-    fields = {"environment": "e", "steps": 3, "temperature": 0.5, "environment_args": {"level": 2}}
-    assert read_toml(path) == fields
 
 
 @pytest.mark.parametrize(
@@ -110,10 +95,16 @@ def test_a_toml_file_that_cannot_be_meant_is_refused(tmp_path: Path, text: str, 
     with pytest.raises(FlashError, match="invalid_argument") as caught:
         read_toml(path)
     assert named in str(caught.value)
+    with pytest.raises(FlashError, match="cannot be read"):
+        read_toml(tmp_path / "none.toml")
 
 
-def test_a_toml_file_for_the_freesolo_sdk_is_understood(tmp_path: Path):
+def test_tables_of_a_toml_file_only_group_fields_and_one_for_the_freesolo_sdk_is_understood(tmp_path: Path):
     path = tmp_path / "rl.toml"
+    tables = "[train]\nsteps = 3\n[rollouts]\ntemperature = 0.5\n[environment_args]\nlevel = 2\n"
+    path.write_text(f'environment = "e"\n{tables}')
+    grouped = {"environment": "e", "steps": 3, "temperature": 0.5, "environment_args": {"level": 2}}
+    assert read_toml(path) == grouped
     text = '[environment]\nid = "sums"\nparams = {hard = true}\n[train]\nsteps = 3\nseeds = '
     path.write_text(f"{text}[7]\n")
     asked = {"environment": "sums", "environment_args": {"hard": True}, "steps": 3, "seed": 7}
@@ -123,11 +114,6 @@ def test_a_toml_file_for_the_freesolo_sdk_is_understood(tmp_path: Path):
     path.write_text(f"{text}7\n")
     with pytest.raises(FlashError, match="seeds = 7, which is no list"):
         read_toml(path)
-
-
-def test_a_missing_toml_file_is_refused(tmp_path: Path):
-    with pytest.raises(FlashError, match="cannot be read"):
-        read_toml(tmp_path / "none.toml")
 
 
 @pytest.mark.parametrize(
@@ -166,12 +152,10 @@ def test_every_field_has_a_description_and_no_two_recipes_name_another():
     assert {name for recipe in RECIPES.values() for name in recipe} <= set(RunSpec.model_fields)
 
 
-@given(
-    st.sampled_from(sorted(CODES)),
-    st.text(max_size=300),
-    st.text(max_size=50),
-    st.dictionaries(st.sampled_from(["a", "b"]), st.integers()),
-)
+VALUES = st.dictionaries(st.sampled_from(["a", "b"]), st.integers())
+
+
+@given(st.sampled_from(sorted(CODES)), st.text(max_size=300), st.text(max_size=50), VALUES)
 def test_an_error_survives_the_way_through_json(code: str, what: str, fix: str, values: dict[str, int]):
     error = FlashError(code, what, fix=fix, **values)
     assert str(FlashError.from_dict(error.to_dict())) == str(error)

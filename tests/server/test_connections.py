@@ -134,17 +134,13 @@ def test_a_body_that_does_not_arrive_ends_its_connection(flash_home: Path, monke
         assert slow.recv(4096).startswith(b"HTTP/1.1 100 ")
         slow.sendall(b"x")
         assert answer(slow).startswith(b"HTTP/1.1 408 ")
-
-
-def test_a_body_that_arrives_slowly_and_steadily_is_taken(flash_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "BODY_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(connections, "MIN_BODY_RATE", 0.1)
-    with team_server() as team, connect(team, upload(team, 10)) as slow:
-        assert slow.recv(4096).startswith(b"HTTP/1.1 100 ")
-        for _ in range(10):
-            slow.sendall(b"x")
-            time.sleep(0.1)
-        assert b"upload_invalid" in slow.recv(4096)
+        monkeypatch.setattr(connections, "MIN_BODY_RATE", 0.1)
+        with connect(team, upload(team, 10)) as steady:
+            assert steady.recv(4096).startswith(b"HTTP/1.1 100 ")
+            for _ in range(10):
+                steady.sendall(b"x")
+                time.sleep(0.1)
+            assert b"upload_invalid" in steady.recv(4096), "what arrives slowly and steadily is taken"
 
 
 @pytest.mark.hostile("slow connections")

@@ -398,13 +398,9 @@ def test_output_goes_to_the_log_and_the_exit_code_is_told(here: Harness) -> None
     wait_for(lambda: state(launcher, handle) == "gone")
     assert launcher.poll([handle])[handle.key].detail == "exit code 3"
     assert sorted((here.logs / "log.1").read_text().split()) == ["err", "out"]
-
-
-def test_a_command_that_does_not_exist_is_gone_with_the_reason_in_the_log(here: Harness) -> None:
-    launcher = here.reopen()
-    handle = launcher.submit(here.launch(command=["/no/such/program"]))
-    wait_for(lambda: state(launcher, handle) == "gone")
-    assert "/no/such/program" in (here.logs / "log.1").read_text()
+    nowhere = launcher.submit(here.launch(2, command=["/no/such/program"]))
+    wait_for(lambda: state(launcher, nowhere) == "gone")
+    assert "/no/such/program" in (here.logs / "log.2").read_text()
 
 
 def test_a_stopped_attempt_is_alive_and_can_be_cancelled(here: Harness) -> None:
@@ -429,14 +425,18 @@ def test_cancelling_ends_children_too_even_those_whose_leader_is_gone(here: Harn
     wait_for(lambda: not is_running(child))
 
 
+def leave_record(here: Harness, stat: list[str]) -> Launcher:
+    """The launcher once an attempt had this process's pid, and had started a hundredth of a second before."""
+    launcher, boot = here.reopen(), Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    stat[21] = str(int(stat[21]) - 1)
+    (here.logs.parent / "records" / "run-1-1").write_text(f"0 {boot} {' '.join(stat)}")
+    return launcher
+
+
 def test_another_process_with_the_attempts_old_pid_is_left_alone(here: Harness) -> None:
     bystander = subprocess.Popen(SLEEPER, start_new_session=True)
     try:
-        stat = Path(f"/proc/{bystander.pid}/stat").read_text().split(" ")
-        stat[21] = str(int(stat[21]) - 1)  # started a hundredth of a second before
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        launcher = here.reopen()
-        (here.logs.parent / "records" / "run-1-1").write_text(f"0 {boot} {' '.join(stat)}")
+        launcher = leave_record(here, Path(f"/proc/{bystander.pid}/stat").read_text().split(" "))
         handle = launcher.submit(here.launch())
         assert state(launcher, handle) == "gone"
         launcher.cancel(handle)
@@ -456,10 +456,7 @@ def test_a_foreign_group_whose_leader_had_the_attempts_pid_is_left_alone(here: H
         stat = Path(f"/proc/{leader.pid}/stat").read_text().split(" ")
         leader.kill()
         leader.wait()
-        stat[21] = str(int(stat[21]) - 1)  # the attempt started a hundredth of a second before
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        launcher = here.reopen()
-        (here.logs.parent / "records" / "run-1-1").write_text(f"0 {boot} {' '.join(stat)}")
+        launcher = leave_record(here, stat)
         launcher.cancel(launcher.submit(here.launch()))
         assert is_running(member)
     finally:
@@ -492,22 +489,24 @@ def test_each_attempt_gets_a_device_of_its_own_until_none_is_left(here: Harness)
     assert (here.logs / "log.3").read_text() == "0\n"
 
 
-@pytest.mark.slow
-def test_many_starters_of_one_key_start_one_attempt(here: Harness, tmp_path: Path) -> None:
-    code = f"""
+STARTER = f"""
 import os, signal, sys
 from pathlib import Path
 from flash_mcp.supervisor.launch.base import Launch
 from flash_mcp.supervisor.launch.local import LocalLauncher
-launcher = LocalLauncher(Path({str(here.logs.parent / "records")!r}), gpus=[])
-print("ready", flush=True)
-sys.stdin.read()
-print(launcher.submit(Launch("run-1", 1, {SLEEPER!r}, dict(os.environ), Path({str(tmp_path / "log")!r}))).id)
+folder = Path(sys.argv[1])
+launcher = LocalLauncher(folder / "records", gpus=[])
+def submit():
+    return launcher.submit(Launch("run-1", 1, {SLEEPER!r}, dict(os.environ), folder / "log"))
 """
-    starters = [
-        subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for _ in range(6)
-    ]
+
+
+@pytest.mark.slow
+def test_many_starters_of_one_key_start_one_attempt(here: Harness) -> None:
+    code = f"{STARTER}print('ready', flush=True)\nsys.stdin.read()\nprint(submit().id)"
+    command = [sys.executable, "-c", code, str(here.logs.parent)]
+    pipe = subprocess.PIPE
+    starters = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(6)]
     let_go_at_once(starters)
     pids = {starter.communicate(timeout=WAIT_S)[0].strip() for starter in starters}
     record = ProcessRecord.read(here.logs.parent / "records" / "run-1-1")
@@ -526,16 +525,8 @@ def let_go_at_once(children: list[subprocess.Popen[str]]) -> None:
 
 @pytest.mark.parametrize("without", ["", "link,linkat"])
 def test_a_key_that_was_registered_in_between_is_not_started_again(tmp_path: Path, without: str) -> None:
-    command = [
-        *(refusing(without) if without else []),
-        "/bin/sh",
-        "-c",
-        REGISTER_AND_EXEC,
-        str(tmp_path / "record"),
-        "0",
-        "touch",
-        str(tmp_path / "started"),
-    ]
+    words = [str(tmp_path / "record"), "0", "touch", str(tmp_path / "started")]
+    command = [*(refusing(without) if without else []), "/bin/sh", "-c", REGISTER_AND_EXEC, *words]
     assert subprocess.run(command, check=False, cwd=ROOT).returncode == 0
     (tmp_path / "started").unlink()
     assert subprocess.run(command, stderr=subprocess.DEVNULL, check=False, cwd=ROOT).returncode == 126
@@ -557,17 +548,9 @@ wait
     assert [path.name for path in tmp_path.iterdir()] == ["record"]
 
 
-def test_an_attempt_outlives_whoever_started_it(here: Harness, tmp_path: Path) -> None:
-    code = f"""
-import os, signal
-from pathlib import Path
-from flash_mcp.supervisor.launch.base import Launch
-from flash_mcp.supervisor.launch.local import LocalLauncher
-launcher = LocalLauncher(Path({str(here.logs.parent / "records")!r}), gpus=[])
-launcher.submit(Launch("run-1", 1, {SLEEPER!r}, dict(os.environ), Path({str(tmp_path / "log")!r})))
-os.killpg(0, signal.SIGKILL)
-"""
-    starter = subprocess.run([sys.executable, "-c", code], start_new_session=True, timeout=WAIT_S, check=False)
+def test_an_attempt_outlives_whoever_started_it(here: Harness) -> None:
+    command = [sys.executable, "-c", f"{STARTER}submit()\nos.killpg(0, signal.SIGKILL)", str(here.logs.parent)]
+    starter = subprocess.run(command, start_new_session=True, timeout=WAIT_S, check=False)
     assert starter.returncode == -signal.SIGKILL
     launcher = here.reopen()
     handle = launcher.submit(here.launch())
@@ -652,11 +635,7 @@ for job in json.load(open({str(tmp_path / "jobs.json")!r}))["--jobs=7 " in words
     ],
 )
 def test_a_job_is_taken_over_and_ended_only_if_slurm_says_twice_that_it_is_ours(
-    listed: list[dict[str, str]],
-    asked: list[dict[str, str]],
-    is_ours: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    listed: list[dict[str, str]], asked: list[dict[str, str]], is_ours: bool, tmp_path: Path, monkeypatch
 ) -> None:
     ended = tmp_path / "ended"
     commands = {"sbatch": "cat >/dev/null\necho 4711", "scancel": f"echo $* >>{ended}"}

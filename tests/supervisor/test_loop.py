@@ -41,14 +41,9 @@ pytestmark = pytest.mark.slow
 
 WORKER = (sys.executable, str(TESTS / "scripted_worker.py"))
 HASTE = Timeouts(
-    poll_s=0.02,
-    beat_stale_s=0.3,
-    beat_silent_s=30.0,
-    cancel_grace_s=1.0,
-    leave_s=0.5,
-    retry_delay_s=0.01,
+    poll_s=0.02, beat_stale_s=0.3, beat_silent_s=30.0, cancel_grace_s=1.0, leave_s=0.5, retry_delay_s=0.01,
     idle_exit_s=0.2,
-)
+)  # fmt: skip
 TIMEOUT_S = 120.0
 
 
@@ -70,6 +65,20 @@ class Bench:
         spec = RunSpec(environment="calc", environment_args=script or {}, **fields)
         nobody = {"client": ""}  # no client has variables to give
         return queue.enqueue(self.store, resolve(spec), environment, lineage=nobody)[0]
+
+    def held(
+        self,
+        script: dict[str, Any] | None = None,
+        *,
+        at: int = 2,
+        do: str = "hold",
+        supervisor: Supervisor | None = None,
+        **fields: Any,
+    ) -> Run:
+        """A run whose first attempt has come to step `at`, where it does what `do` names."""
+        run = self.train({**(script or {}), "1": {"at": at, "do": do}}, **fields)
+        self.until(lambda: self.step(run) == at, supervisor=supervisor)
+        return run
 
     def until(self, condition: Callable[[], object], *, supervisor: Supervisor | None = None) -> None:
         """Tick until the condition holds, and once more: the store has by then what the condition saw in a folder."""
@@ -174,8 +183,7 @@ def test_files_that_a_disk_cannot_read_now_are_read_at_a_later_look_and_no_row_t
 
 
 def test_a_damaged_file_does_not_keep_the_rest_from_being_read_nor_the_run_from_ending(bench: Bench) -> None:
-    run = bench.train({"steps": 3, "1": {"at": 2, "do": "hold"}})
-    bench.until(lambda: bench.step(run) == 2)
+    run = bench.held({"steps": 3})
     Path(run.folder, "metrics", "2.1.json").write_text('{"step": 2, "epo')
     Path(run.folder, "rollouts", "9.1.jsonl").write_text('{"index": 0, "reward": null, "success": true}\n')
     for _ in range(3):
@@ -190,8 +198,7 @@ def test_a_damaged_file_does_not_keep_the_rest_from_being_read_nor_the_run_from_
 
 
 def test_a_killed_worker_is_replaced_and_goes_on_from_its_last_checkpoint(bench: Bench) -> None:
-    run = bench.train({"steps": 5, "1": {"at": 3, "do": "hold"}})
-    bench.until(lambda: bench.step(run) == 3)
+    run = bench.held({"steps": 5}, at=3)
     bench.kill(run)
     ended = bench.finish(run)
     assert (ended.state, ended.attempt, ended.step, ended.error) == ("succeeded", 2, 5, None)
@@ -215,9 +222,8 @@ def test_a_run_whose_attempts_all_die_fails_with_the_log_as_evidence(bench: Benc
 
 
 def test_a_worker_killed_while_memory_was_short_is_told_so(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "flash_mcp.supervisor.reconciler.SHORT_OF_MEMORY", 1.0
-    )  # as if what is left here were next to nothing
+    # As if what is left here were next to nothing.
+    monkeypatch.setattr("flash_mcp.supervisor.reconciler.SHORT_OF_MEMORY", 1.0)
     run = bench.finish(bench.train({"steps": 4, **{str(attempt): {"at": 2, "do": "kill"} for attempt in (1, 2, 3)}}))
     assert (run.state, run.error["code"]) == ("failed", "out_of_memory")
     assert "SIGKILL" in run.error["what"] and "GiB of the machine's memory were left" in run.error["what"]
@@ -237,8 +243,7 @@ def test_an_error_that_a_retry_may_cure_is_retried_and_kept_when_it_stays(bench:
 
 
 def test_a_worker_that_beats_but_does_not_move_is_replaced(bench: Bench) -> None:
-    run = bench.train({"1": {"at": 2, "do": "stall"}}, stall_timeout_s=60.0)
-    bench.until(lambda: bench.step(run) == 2)
+    run = bench.held(do="stall", stall_timeout_s=60.0)
     stalled = bench.pid(run)
     bench.supervisor._attempts[run.id].progress_at -= 61
     ended = bench.finish(run)
@@ -249,8 +254,7 @@ def test_a_worker_that_beats_but_does_not_move_is_replaced(bench: Bench) -> None
 
 
 def test_a_worker_that_is_stopped_is_replaced(bench: Bench) -> None:
-    run = bench.train({"1": {"at": 2, "do": "hold"}})
-    bench.until(lambda: bench.step(run) == 2)
+    run = bench.held()
     worker = bench.worker(run)
     os.kill(worker, signal.SIGSTOP)
     wait_for(lambda: psutil.Process(worker).status() == psutil.STATUS_STOPPED)
@@ -422,8 +426,7 @@ def test_a_run_that_has_used_up_its_budget_saves_and_ends(bench: Bench, monkeypa
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + clock.ahead, ahead=0.0)
     monkeypatch.setattr(attempts, "time", clock)
     supervisor = bench.new_supervisor(cancel_grace_s=30.0)
-    run = bench.train({"1": {"at": 2, "do": "hold"}}, **{budget: 1.5})
-    bench.until(lambda: bench.step(run) == 2, supervisor=supervisor)
+    run = bench.held(supervisor=supervisor, **{budget: 1.5})
     clock.ahead = 3600.0
     bench.until(lambda: bench.store.run(run.id).used_s >= 3600, supervisor=supervisor)
     assert bench.store.run(run.id).cancel_requested is None
@@ -436,8 +439,7 @@ def test_a_run_that_has_used_up_its_budget_saves_and_ends(bench: Bench, monkeypa
 
 def test_a_running_run_saves_and_ends_as_cancelled_and_goes_on_when_it_is_resumed(bench: Bench) -> None:
     supervisor = bench.new_supervisor(cancel_grace_s=30.0)
-    run = bench.train({"1": {"at": 2, "do": "hold"}}, steps=4)
-    bench.until(lambda: bench.step(run) == 2, supervisor=supervisor)
+    run = bench.held(supervisor=supervisor, steps=4)
     queue.request_cancel(bench.store, run.id, "enough")
     ended = bench.finish(run, supervisor=supervisor)
     assert (ended.state, ended.step, ended.error) == ("cancelled", 2, None)
@@ -452,8 +454,7 @@ def test_a_running_run_saves_and_ends_as_cancelled_and_goes_on_when_it_is_resume
 
 
 def test_a_hung_run_is_killed_after_its_grace_and_ends_as_cancelled(bench: Bench) -> None:
-    run = bench.train({"1": {"at": 2, "do": "stall"}})
-    bench.until(lambda: bench.step(run) == 2)
+    run = bench.held(do="stall")
     requested = queue.request_cancel(bench.store, run.id).cancel_requested
     ended = bench.finish(run)
     assert (ended.state, ended.step, ended.attempt, ended.error) == ("cancelled", 2, 1, None)
@@ -468,8 +469,7 @@ def test_a_hung_run_is_killed_after_its_grace_and_ends_as_cancelled(bench: Bench
 
 def test_the_grace_after_a_cancel_covers_two_of_the_runs_own_steps(bench: Bench) -> None:
     """Steps of 290 s would not end within 120 s."""
-    run = bench.train({"1": {"at": 2, "do": "stall"}})
-    bench.until(lambda: bench.step(run) == 2)
+    run = bench.held(do="stall")
     bench.store.put_metrics(run.id, {"step": 2, "epoch": 1, "time": 0.0, "metrics": {"time/step_s": 1.5}})
     requested = queue.request_cancel(bench.store, run.id).cancel_requested
     ended = bench.finish(run)
@@ -478,8 +478,7 @@ def test_the_grace_after_a_cancel_covers_two_of_the_runs_own_steps(bench: Bench)
 
 
 def test_a_run_that_dies_while_cancelling_ends_as_cancelled_and_is_not_retried(bench: Bench) -> None:
-    run = bench.train({"1": {"at": 2, "do": "stall"}})
-    bench.until(lambda: bench.step(run) == 2)
+    run = bench.held(do="stall")
     queue.request_cancel(bench.store, run.id)
     bench.kill(run)
     ended = bench.finish(run)
@@ -505,12 +504,8 @@ supervise(base, lambda base: Supervisor(base, launcher=launcher, worker={WORKER!
 
 def start_supervisor(bench: Bench, **timeouts: float) -> subprocess.Popen[bytes]:
     with (bench.base / "supervisor.log").open("ab") as log:
-        return subprocess.Popen(
-            [sys.executable, "-c", SUPERVISE, str(bench.base), json.dumps(timeouts)],
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+        command = [sys.executable, "-c", SUPERVISE, str(bench.base), json.dumps(timeouts)]
+        return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
 
 def test_a_new_supervisor_goes_on_where_a_killed_one_was(bench: Bench) -> None:
@@ -530,31 +525,21 @@ def test_a_new_supervisor_goes_on_where_a_killed_one_was(bench: Bench) -> None:
     assert second.wait(timeout=TIMEOUT_S) == 0  # it leaves when idle
 
 
-def unwatched(bench: Bench) -> Run:
-    """A run at its second of four steps, which it holds, whose supervisor was killed."""
+@pytest.mark.parametrize("died", [True, False])
+def test_what_a_worker_did_while_nobody_watched_is_found_and_it_is_replaced_if_it_died(bench: Bench, died: bool):
     run = bench.train({"steps": 4, "1": {"at": 2, "do": "hold"}})
     first = start_supervisor(bench)
     wait_for(lambda: bench.step(run) == 2)
     first.kill()
     first.wait()
-    return run
-
-
-def test_a_worker_that_died_with_its_supervisor_is_replaced_by_the_next(bench: Bench) -> None:
-    run = unwatched(bench)
-    bench.kill(run)
-    ended = bench.finish(run)
-    assert (ended.state, ended.attempt) == ("succeeded", 2)
-
-
-def test_a_result_written_while_nobody_watched_is_found(bench: Bench) -> None:
-    run = unwatched(bench)
-    Path(run.folder, "go").touch()
-    wait_for(lambda: not is_running(bench.pid(run)))
+    if died:
+        bench.kill(run)
+    else:
+        Path(run.folder, "go").touch()
+        wait_for(lambda: not is_running(bench.pid(run)))
     assert bench.store.run(run.id).state in ("starting", "running")
     ended = bench.finish(run)
-    assert (ended.state, ended.attempt) == ("succeeded", 1)
-    assert len(bench.store.metrics(run.id)) == 4
+    assert (ended.state, ended.attempt, len(bench.store.metrics(run.id))) == ("succeeded", 1 + died, 4)
 
 
 def test_supervisors_killed_at_any_point_lose_and_repeat_nothing(bench: Bench) -> None:
@@ -600,16 +585,14 @@ def test_a_supervisor_that_dies_between_two_writes_is_made_up_for_by_the_next(be
         raise Death
 
     cut = {
-        "claimed": ("flash_mcp.supervisor.reconciler.RunFolder.create", die),
-        "submitted": ("flash_mcp.supervisor.loop.Supervisor._note", die),
-        "result": ("flash_mcp.state.queue.finish", die),
-        "requeue": ("flash_mcp.state.queue.requeue", die),
-        "end": ("flash_mcp.state.queue.finish", die),
-    }[point]
+        "claimed": "flash_mcp.supervisor.reconciler.RunFolder.create",
+        "submitted": "flash_mcp.supervisor.loop.Supervisor._note",
+        "requeue": "flash_mcp.state.queue.requeue",
+    }.get(point, "flash_mcp.state.queue.finish")
     cue = {"requeue": {"at": 2, "do": "kill"}, "end": {"do": "die_at_start"}}.get(point, {})
     run = bench.train({"steps": 3, "1": cue}, max_attempts=1 if point == "end" else 2)
     with monkeypatch.context() as patch:
-        patch.setattr(*cut)
+        patch.setattr(cut, die)
         with pytest.raises(Death):
             bench.finish(run)
     assert bench.store.run(run.id).ended is None

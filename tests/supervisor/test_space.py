@@ -130,8 +130,7 @@ def test_a_disk_that_is_full_is_waited_for(bench: Bench, disk: Path, fill: Fill,
 
 @either_way
 def test_a_disk_that_fills_while_a_run_writes_metrics(bench: Bench, disk: Path, fill: Fill) -> None:
-    run = bench.train({"steps": 4, "1": {"at": 3, "do": "hold"}}, max_attempts=1)
-    bench.until(lambda: bench.step(run) == 3)
+    run = bench.held({"steps": 4}, at=3, max_attempts=1)
     (Path(run.folder) / "almost").touch()
     fill(disk)
     (Path(run.folder) / "almost").rename(Path(run.folder) / "go")
@@ -148,8 +147,7 @@ def test_a_disk_that_fills_while_a_run_writes_metrics(bench: Bench, disk: Path, 
 
 def test_a_checkpoint_that_does_not_fit_is_waited_for(bench: Bench, disk: Path) -> None:
     script = {"steps": 2, "size_bytes": 20 * MIB}
-    run = bench.train({**script, "1": {"at": 2, "do": "hold"}}, max_attempts=1)
-    bench.until(lambda: bench.step(run) == 2)
+    run = bench.held(script, max_attempts=1)
     fill(disk, leave=LEAST_FREE_BYTES + MIB)
     (Path(run.folder) / "go").touch()
     run_until(bench.supervisor, lambda: bench.store.run(run.id).state == "queued")
@@ -170,8 +168,7 @@ def test_a_checkpoint_that_does_not_fit_is_waited_for(bench: Bench, disk: Path) 
 
 def test_a_worker_that_cannot_write_its_heartbeat_is_not_replaced(bench: Bench, disk: Path) -> None:
     supervisor = bench.supervisor
-    run = bench.train({"steps": 3, "1": {"at": 2, "do": "hold"}})
-    bench.until(lambda: bench.step(run) == 2)
+    run = bench.held({"steps": 3})
     worker = bench.worker(run)
     os.kill(worker, signal.SIGSTOP)
     fill(disk)
@@ -200,8 +197,7 @@ def test_a_disk_that_fills_before_the_end_of_a_run_is_read(bench: Bench, disk: P
 
 
 def test_a_disk_that_fills_while_a_run_is_cancelled(bench: Bench, disk: Path) -> None:
-    run = bench.train({"1": {"at": 2, "do": "hold"}}, max_attempts=1)
-    bench.until(lambda: bench.step(run) == 2)
+    run = bench.held(max_attempts=1)
     queue.request_cancel(bench.store, run.id)
     fill(disk)
     ticks(bench)

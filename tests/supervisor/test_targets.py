@@ -291,16 +291,22 @@ def test_a_storage_that_lets_two_attempts_claim_one_run_is_refused(tmp_path: Pat
         node.probe(folder)
 
 
-def test_a_quota_that_is_used_up_does_not_start_a_run_for_ever(bench: Bench) -> None:
-    bench.lab.shares_disk = True
+@pytest.mark.parametrize("shares_disk", [True, False], ids=["a quota", "a node's own disk"])
+def test_a_full_disk_that_nobody_here_can_see_is_named_and_counts_as_an_attempt(bench: Bench, shares_disk: bool):
+    bench.lab.shares_disk = shares_disk
     run = bench.train(max_attempts=2)
-    full = disk_error(OSError(errno.EDQUOT, "quota"), "/home")
-    assert isinstance(full, FlashError) and "quota" in full.what
+    full = FlashError("disk_full", "no space is left on the disk", host="node7", path="/scratch")
+    if shares_disk:
+        full = disk_error(OSError(errno.EDQUOT, "quota"), "/home")
+        assert isinstance(full, FlashError) and "quota" in full.what
     for attempt in (1, 2):
         bench.until(lambda attempt=attempt: bench.now(run).attempt == attempt and bench.now(run).handle)
         bench.start(run).commit_result("failed", 1, full, retryable=True)
+        bench.lab.engine.statuses[f"{run.id}-{attempt}"] = JobStatus("gone", "exit code 0")
     bench.until(lambda: bench.now(run).ended)
-    assert (bench.now(run).state, bench.now(run).attempt) == ("failed", 2)
+    error = bench.now(run).error
+    assert (bench.now(run).state, bench.now(run).attempt) == ("failed", 2) and error
+    assert (error["code"], error["values"]) == (full.code, full.to_dict()["values"])
 
 
 @pytest.mark.slow
@@ -335,19 +341,6 @@ def test_a_run_whose_job_somebody_ended_is_held_until_its_owner_lets_it_go_on(be
     bench.reconciler = bench.new_reconciler()
     bench.until(lambda: bench.now(run).attempt == 3)
     assert bench.now(run).preemptions == 1
-
-
-def test_a_full_disk_of_a_node_is_named_and_counts_as_an_attempt(bench: Bench) -> None:
-    run = bench.train(max_attempts=2)
-    full = FlashError("disk_full", "no space is left on the disk", host="node7", path="/scratch")
-    for attempt in (1, 2):
-        bench.until(lambda attempt=attempt: bench.now(run).attempt == attempt and bench.now(run).handle)
-        bench.start(run).commit_result("failed", 1, full, retryable=True)
-        bench.lab.engine.statuses[f"{run.id}-{attempt}"] = JobStatus("gone", "exit code 0")
-    bench.until(lambda: bench.now(run).ended)
-    error = bench.now(run).error
-    assert bench.now(run).state == "failed" and error
-    assert (error["code"], error["values"]["host"], error["values"]["path"]) == ("disk_full", "node7", "/scratch")
 
 
 def test_a_run_that_is_preempted_without_end_fails(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,8 +126,7 @@ def test_a_retry_is_not_put_off_by_a_clock_that_was_set_back(bench: Bench, monke
 
 @pytest.mark.parametrize("jump_s", [-DAY_S, DAY_S])
 def test_a_cancelled_run_has_its_grace_whatever_the_clock_says(bench: Bench, monkeypatch, jump_s: float):
-    run = bench.train({"1": {"at": 2, "do": "stall"}})
-    bench.until(lambda: bench.step(run) == 2)
+    run = bench.held(do="stall")
     queue.request_cancel(bench.store, run.id)
     real, began = time.time, time.monotonic()
     monkeypatch.setattr(time, "time", lambda: real() + jump_s)
@@ -141,8 +140,7 @@ def test_a_cancelled_run_has_its_grace_whatever_the_clock_says(bench: Bench, mon
 @pytest.mark.parametrize("is_cancelled", [False, True])
 def test_a_pause_of_the_machine_is_no_silence_of_the_attempt(bench: Bench, monkeypatch, is_cancelled: bool):
     supervisor = bench.new_supervisor(cancel_grace_s=20.0)
-    run = bench.train({"steps": 4, "1": {"at": 2, "do": "hold"}}, stall_timeout_s=60.0)
-    bench.until(lambda: bench.step(run) == 2, supervisor=supervisor)
+    run = bench.held({"steps": 4}, supervisor=supervisor, stall_timeout_s=60.0)
     worker = bench.worker(run)
     os.kill(worker, signal.SIGSTOP)  # it wakes after the supervisor has, and hears of a cancel then
     if is_cancelled:
@@ -278,7 +276,7 @@ def test_a_damaged_file_counts_as_absent_and_the_next_attempt_ends_the_run(bench
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_result_is_written_anew_by_another_attempt(bench: Bench, damage: str) -> None:
+def test_a_damaged_result_is_written_anew_and_a_cancelled_run_with_a_damaged_beat_ends(bench: Bench, damage: str):
     run = bench.train({"steps": 2})
     bench.supervisor.tick()
     wait_for(lambda: RunFolder(run.folder).result())
@@ -287,12 +285,7 @@ def test_a_damaged_result_is_written_anew_by_another_attempt(bench: Bench, damag
     ended = bench.finish(run)
     assert (ended.state, ended.attempt, ended.step) == ("succeeded", 2, 2)
     assert any("result.1.json is damaged" in warning for warning in warnings_of(bench, run))
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_cancelled_run_with_a_damaged_beat_ends(bench: Bench, damage: str) -> None:
-    run = bench.train({"1": {"at": 2, "do": "hold"}})
-    bench.until(lambda: bench.step(run) == 2)
+    run = bench.held()
     os.kill(bench.worker(run), signal.SIGSTOP)
     DAMAGES[damage](Path(run.folder, "beat.json"))
     queue.request_cancel(bench.store, run.id)
@@ -323,8 +316,7 @@ def test_a_run_whose_folder_cannot_be_made_fails_with_the_evidence_and_lets_othe
 
 def test_trouble_that_does_not_pass_replaces_the_attempt(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     supervisor = bench.new_supervisor(trouble_s=0.2)
-    run = bench.train({"steps": 3, "1": {"at": 2, "do": "hold"}})
-    bench.until(lambda: bench.step(run) == 2, supervisor=supervisor)
+    run = bench.held({"steps": 3}, supervisor=supervisor)
     monkeypatch.setattr(supervisor._attempts[run.id].folder, "beat", lambda: 1 / 0)
     ended = bench.finish(run, supervisor=supervisor)
     assert (ended.state, ended.attempt) == ("succeeded", 2)

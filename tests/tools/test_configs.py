@@ -53,16 +53,12 @@ async def test_of_several_files_the_later_wins_and_an_argument_over_both(tmp_pat
     assert result["values"]["steps"] == 3
 
 
-def test_tables_within_tables_are_joined(tmp_path: Path) -> None:
+def test_tables_within_tables_are_joined_and_a_later_seed_takes_the_place_of_earlier_seeds(tmp_path: Path) -> None:
     base = written(tmp_path / "base.toml", "[mixture.sorting]\nratio = 2\nenvironment_args = {size = 3, fail = true}\n")
     more = written(tmp_path / "more.toml", "[mixture.sorting]\nenvironment_args = {fail = false}\n")
     mixture = {"sorting": {"ratio": 2, "environment_args": {"size": 3, "fail": False}}}
     assert read_configs([base, more]).fields == {"mixture": mixture}
-
-
-def test_a_later_seed_takes_the_place_of_earlier_seeds(tmp_path: Path) -> None:
-    several = written(tmp_path / "several.toml", "seeds = [1, 2]\n")
-    one = written(tmp_path / "one.toml", "seed = 9\n")
+    several, one = written(tmp_path / "several.toml", "seeds = [1, 2]\n"), written(tmp_path / "one.toml", "seed = 9\n")
     assert read_configs([several, one]).fields == {"seed": 9}
     assert read_configs([one, several]).fields == {"seed": 1, "seeds": [1, 2]}
 

@@ -243,21 +243,15 @@ async def test_two_models_that_were_sampled_differently_are_not_judged(client: C
 
 
 @pytest.mark.parametrize(
-    "given",
-    [
-        {"temperature": 0.5},
-        {"max_tokens": 100},
-        {"max_length": 1000},
-        {"stop_sequences": ["."]},
-        {"thinking": True},
-        {"environment_args": {"say": "No"}},
-    ],
-)
-async def test_whatever_changes_what_is_measured_confounds(client: Client, run: Run, given: dict[str, Any]):
-    base = await call(client, "evaluate", environment="echo", limit=20, **given)
+    ("name", "value"),
+    [("temperature", 0.5), ("max_tokens", 100), ("max_length", 1000), ("stop_sequences", ["."]), ("thinking", True),
+     ("environment_args", {"say": "No"})],
+)  # fmt: skip
+async def test_whatever_changes_what_is_measured_confounds(client: Client, run: Run, name: str, value: Any):
+    base = await call(client, "evaluate", environment="echo", limit=20, **{name: value})
     body = await call(client, "compare", base=base["run_id"], other=run.id, flips=0)
     assert body["verdict"] == "confounded"
-    assert f"differ in {next(iter(given))}:" in body["success"]["explanation"]
+    assert f"differ in {name}:" in body["success"]["explanation"]
 
 
 async def test_an_evaluation_in_another_precision_confounds_and_is_repeated_in_the_same(client: Client, run: Run):

@@ -28,7 +28,6 @@ from tests.samples import (
     learning_run,
     push_echo,
     read_in,
-    rolled_out,
     sample_rollout,
     save_adapter,
     start,
@@ -127,49 +126,33 @@ def test_the_first_screen_has_a_task_before_and_after_with_what_was_expected(tmp
     assert "<b>20 of 20</b> steps" in first and first.count("<figure>") == 1
 
 
-def test_the_best_constant_stands_beside_the_held_out_success(tmp_path: Path):
-    run_id = finished_run(tmp_path, solved=90).id
-    summary = {"n": 100, "success": 0.9, "constant_success": 0.1234, "constant_n": 40}
-    found = {"step": 20, "epoch": 1, "time": 1.0, "summary": summary, "rollouts": []}
-    open_store().put_evaluation(run_id, found)
-    assert '<td class="number">0.1234</td>' in html(open_store(), run_id)
-
-
 def test_the_page_has_the_figures_of_status(tmp_path: Path):
     run = finished_run(tmp_path, solved=90)
     page = Tags(html(open_store(), run.id))
     view = report_on(open_store(), run.id, detailed=True).view
     assert view.verdict is not None and view.outlook is not None and view.lineage is not None
     for text in (
-        *view.verdict.explanation.split(", by "),
-        view.outlook,
-        "0.200 (0.133 to 0.289)",
-        "0.900 (0.826 to 0.945)",
-        f"flash-mcp {view.lineage.code}",
-        "echo@0123456789abcdef",
-        "step 10: ",
-        "group_size",
-        "recipe",
-        "Step 20: 8 rollouts",
-        "Held out, step 20: 100 rollouts, success 90 %; failures: wrong 10",
-        "The answer is 84.",
-        *(view.metrics or {}),
-    ):
+        *view.verdict.explanation.split(", by "), view.outlook, "0.200 (0.133 to 0.289)", "0.900 (0.826 to 0.945)",
+        f"flash-mcp {view.lineage.code}", "echo@0123456789abcdef", "step 10: ", "group_size", "recipe",
+        "Step 20: 8 rollouts", "Held out, step 20: 100 rollouts, success 90 %; failures: wrong 10",
+        "The answer is 84.", *(view.metrics or {}),
+    ):  # fmt: skip
         assert text in page.text
     assert len([attributes for tag, attributes in page.found if tag == "polyline"]) >= 6
 
 
-def test_the_owners_name_and_note_are_text_on_the_page(tmp_path: Path):
-    run = finished_run(tmp_path, solved=90)
+def test_a_page_has_flags_large_numbers_labels_and_the_best_constant(tmp_path: Path):
+    run, writer = learning_run(tmp_path, range(1, 12), **{"rollouts/truncated_share": 0.6})
     queue.label(open_store(), run, queue.Label("<i>mine</i>", "<script>1</script>"))
-    page = Tags(html(open_store(), run.id))
-    assert f"{run.id}: <i>mine</i>" in page.text and "<script>1</script>" in page.text
-    assert not {"i", "script"} & {tag for tag, _ in page.found}
-
-
-def test_flags_and_failure_modes_stand_on_the_page_with_evidence_and_remedy(tmp_path: Path):
-    run, _ = learning_run(tmp_path, range(1, 12), **{"rollouts/truncated_share": 0.6})
-    text = Tags(html(open_store(), run.id)).text
+    writer.rollouts(11, [sample_rollout(11, 0, 12345.0)])
+    writer.evaluation(11, {"n": 100, "success": 0.9, "constant_success": 0.1234, "constant_n": 40}, [])
+    read_in(open_store(), run.id)
+    open_store().execute("UPDATE runs SET started = 1, ended = 11521 WHERE id = ?", [run.id])
+    page = html(open_store(), run.id)
+    assert '<td class="number">0.1234</td>' in page
+    text, tags = Tags(page).text, {tag for tag, _ in Tags(page).found}
+    assert f"{run.id}: <i>mine</i>" in text and "<script>1</script>" in text and not {"i", "script"} & tags
+    assert "reward 12,345" in text and "3 h 12 min time" in text
     assert "truncation" in text and "60 % of the rollouts of steps 2 to 11" in text and "max_tokens" in text
 
 
@@ -205,13 +188,6 @@ def test_a_page_never_says_that_nothing_warns_where_nothing_succeeded(tmp_path: 
     read_in(open_store(), run.id)
     page = html(open_store(), run.id)
     assert ("No warning signs." in page, "Nothing succeeded." in page) == (bool(solved), not solved)
-
-
-def test_large_rewards_and_times_are_as_people_write_them(tmp_path: Path):
-    run = rolled_out(tmp_path, [sample_rollout(1, 0, 12345.0)])
-    open_store().execute("UPDATE runs SET started = 1, ended = 11521 WHERE id = ?", [run.id])
-    text = Tags(html(open_store(), run.id)).text
-    assert "reward 12,345" in text and "3 h 12 min time" in text
 
 
 @pytest.mark.slow

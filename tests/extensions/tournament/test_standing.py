@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import NormalDist, fmean
 
 import numpy as np
@@ -123,13 +123,6 @@ def test_the_interval_of_a_difference_holds_at_every_look() -> None:
     assert difference(0, 0, 0).low < -0.99
 
 
-def standing(arms: int, rounds: Sequence[Mapping[int, Mapping[str, bool]]]) -> Standing:
-    result = Standing(arms)
-    for number, outcomes in enumerate(rounds, start=1):
-        result.add(number, outcomes)
-    return result
-
-
 def test_rounds_use_up_the_tasks_and_grow() -> None:
     used, sizes = 0, list[int]()
     while used < 600:
@@ -139,8 +132,8 @@ def test_rounds_use_up_the_tasks_and_grow() -> None:
 
 
 def test_a_standing_pairs_tasks_by_id_and_leaves_out_what_one_side_lacks() -> None:
-    rounds = [{0: {"a": True, "b": True, "c": False}, 1: {"a": False, "b": True, "d": True}}]
-    result = standing(2, rounds)
+    result = Standing(2)
+    result.add(1, {0: {"a": True, "b": True, "c": False}, 1: {"a": False, "b": True, "d": True}})
     assert (result.wins[0, 1], result.wins[1, 0], result.ties[0, 1]) == (1, 0, 1)
     assert (result.success(0), result.success(1)) == (2 / 3, 2 / 3)
     assert result.left == [0, 1] and result.leader == 0
@@ -150,7 +143,9 @@ def test_a_standing_pairs_tasks_by_id_and_leaves_out_what_one_side_lacks() -> No
 def test_what_was_eliminated_stays_out_and_its_evidence_stays() -> None:
     first = {f"t{n}": True for n in range(25)}
     last = dict.fromkeys(first, False)
-    result = standing(3, [{0: first, 1: last, 2: first}, {0: {"x": False}, 2: {"x": True}}])
+    result = Standing(3)
+    result.add(1, {0: first, 1: last, 2: first})
+    result.add(2, {0: {"x": False}, 2: {"x": True}})
     assert result.out == {1: 1} and result.left == [0, 2]
     assert result.against(1) == pytest.approx(fmean([math.exp(evidence(25, 0))] * 2))
     assert result.leader == 2 and result.attempted[1] == 25
