@@ -231,8 +231,6 @@ async def test_two_owners_may_use_the_same_names_keys_and_files(team: Team, mode
 
 
 async def test_the_local_owner_deploys_for_the_owner_of_the_run(things: dict[str, dict[str, str]]):
-    from flash_mcp.state.serving import request  # noqa: PLC0415
-
     row = request(open_store(), things["alice"]["run_id"], step=10)
     assert row.owner == "alice"
     with acting_as(Caller("alice")):
@@ -498,13 +496,6 @@ def test_an_admitted_origin_may_call_mcp_alone(flash_home: Path):
         assert "--allow-origin vscode-file://vscode-app" in answer.text
 
 
-def test_what_clients_look_for_before_a_login_is_not_found(team: Team):
-    with team.http() as http:
-        for name in ("oauth-protected-resource", "oauth-authorization-server/mcp", "openid-configuration"):
-            assert http.get(f"/.well-known/{name}").status_code == 404
-            assert http.post(f"/.well-known/{name}").status_code == 404
-
-
 @pytest.mark.hostile("requests")
 async def test_too_many_requests_are_refused_with_the_time_to_wait(flash_home: Path, mode: str):
     with team_server(Quotas(requests_per_minute=12)) as team:
@@ -520,7 +511,13 @@ async def test_too_many_requests_are_refused_with_the_time_to_wait(flash_home: P
 
 
 @pytest.mark.hostile("requests")
-def test_a_body_that_is_too_large_is_refused_with_the_way_to_send_it(team: Team):
+def test_a_body_that_is_too_large_and_what_clients_look_for_before_a_login_are_refused(team: Team):
+    with team.http(tokens.local_token(open_store().base)) as http:  # of the machine's own user
+        assert http.post("/mcp", json={}).status_code == 401
+    with team.http() as http:
+        for name in ("oauth-protected-resource", "oauth-authorization-server/mcp", "openid-configuration"):
+            assert http.get(f"/.well-known/{name}").status_code == 404
+            assert http.post(f"/.well-known/{name}").status_code == 404
     with team.http(team.token("alice")) as http:
         answer = http.post("/mcp", content=b"x" * (4 * 2**20 + 1))
     assert answer.status_code == 413 and "PUT /environments/NAME" in answer.json()["error"]["message"]
@@ -581,15 +578,11 @@ def test_metrics_count_ones_own_and_with_a_metrics_token_everything(team: Team, 
 # -- the command -----------------------------------------------------------------------------------
 
 
-def test_other_addresses_are_served_only_with_tokens(flash_home: Path, capsys: pytest.CaptureFixture[str]):
-    assert main.main(["serve", "--http", "--host", "0.0.0.0"]) == 2
-    assert "flash-mcp token create NAME" in capsys.readouterr().err
-    assert main.main(["serve", "--http", "--allow-host", "flash.example.com"]) == 2
-
-
 @pytest.mark.parametrize(
     ("words", "named"),
     [
+        (["--host", "0.0.0.0"], "flash-mcp token create NAME"),
+        (["--allow-host", "flash.example.com"], "flash-mcp token create NAME"),
         (["--port", "80000"], "[invalid_argument port=80000] there is no such port"),
         (["--port", "0"], "a port from 1 to 65535"),
         (["--host", "box.invalid", "--unauthenticated"], "[invalid_argument host=box.invalid] cannot listen there"),
@@ -659,11 +652,6 @@ async def test_a_server_that_asks_for_no_token_gives_none_of_its_variables(flash
     assert code_of(refused) == "invalid_argument"
 
 
-def test_a_server_for_others_does_not_take_the_token_of_the_machines_own_user(team: Team):
-    with team.http(tokens.local_token(open_store().base)) as http:
-        assert http.post("/mcp", json={}).status_code == 401
-
-
 @contextmanager
 def serving_everywhere(port: int) -> Generator[subprocess.Popen[bytes]]:
     """`flash-mcp serve --http` on all addresses, once it is healthy."""
@@ -702,8 +690,11 @@ def test_a_client_that_only_listens_does_not_keep_a_server_from_ending(flash_hom
 
 
 def test_what_holds_the_state_up_is_told_over_http(flash_home: Path) -> None:
-    from flash_mcp.server.uploads import refusal_response  # noqa: PLC0415
+    from flash_mcp.server.uploads import STATUS, refusal_response  # noqa: PLC0415
 
+    assert set(STATUS) <= set(CODES)
+    with pytest.raises(FlashError, match="no valid token"):
+        tokens.revoke(open_store(), "nobody")
     error = FlashError("disk_full", "no space is left", path=Path("/data"), fix="free some")
     answer = refusal_response(error)
     assert answer.status_code == 507 and json.loads(bytes(answer.body))["error"]["data"]["values"] == {"path": "/data"}
@@ -743,14 +734,6 @@ def test_a_reverse_proxys_name_is_let_in(flash_home: Path):
         for host, status in (("flash.example.com", 200), (f"127.0.0.1:{port}", 200), ("example.com", 421)):
             assert http.get("/metrics", headers={"host": host}).status_code == status
         assert stranger.get("/metrics").status_code == 401
-
-
-def test_every_code_of_a_refusal_is_registered():
-    from flash_mcp.server.uploads import STATUS  # noqa: PLC0415
-
-    assert set(STATUS) <= set(CODES)
-    with pytest.raises(FlashError, match="no valid token"):
-        tokens.revoke(open_store(), "nobody")
 
 
 @pytest.fixture

@@ -300,11 +300,8 @@ def test_a_server_that_had_answered_is_not_said_to_have_died_of_an_old_request(b
     cause, _, log_end = error.wrote.partition("\n")
     assert ("someone's" in cause) == named
     assert "Killed" in log_end and "Killed" not in error.what + error.fix
-
-
-@pytest.mark.parametrize("cause", ["throwing 'std::bad_alloc'", "MemoryError: ", "CUDA out of memory"])
-def test_a_server_that_lacked_memory_says_so(cause: str) -> None:
-    assert serving.explained(f"INFO: loading\n{cause}\n", 1, has_started=False).code == "out_of_memory"
+    for cause in ("throwing 'std::bad_alloc'", "MemoryError: ", "CUDA out of memory"):
+        assert serving.explained(f"INFO: loading\n{cause}\n", 1, has_started=False).code == "out_of_memory"
 
 
 @pytest.mark.parametrize("before", ["INFO:     Application startup complete.", "Traceback (most recent"])
@@ -371,18 +368,14 @@ def test_a_model_that_cannot_be_found_fails_with_the_worker_s_own_error(store: S
     assert str(tmp_path / "gone") in failed.error["values"]["folder"]
 
 
-def test_a_port_that_is_taken_is_refused_before_anything_is_made(store: Store, tmp_path: Path) -> None:
+def test_a_port_that_is_taken_is_refused_at_once_and_fails_if_it_was_taken_meanwhile(
+    store: Store, deployments: Supervisor, tmp_path: Path
+) -> None:
     run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a")})
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(FlashError) as caught:
         anyio.run(partial(deploy, run_id, port=taken.getsockname()[1], wait_s=0.0))
-    assert caught.value.code == "port_taken"
-    assert store.deployments() == []
-
-
-def test_a_port_that_was_taken_meanwhile_fails_as_such(store: Store, deployments: Supervisor, tmp_path: Path) -> None:
-    run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a")})
-    port = free_port()
-    row = request(store, run_id, port=port)
+    assert caught.value.code == "port_taken" and store.deployments() == []
+    row = request(store, run_id, port=(port := free_port()))
     with socket.create_server(("127.0.0.1", port)):
         failed = settle(deployments, row.id, "failed")
     assert failed.error and failed.error["code"] == "port_taken"

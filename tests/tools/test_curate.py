@@ -72,12 +72,8 @@ async def client(numbers: None) -> AsyncGenerator[Client]:
 def answered(index: int, task: str, said: str, *, right: bool = True, asked: str | None = None, **values: Any) -> Any:
     """A rollout as the worker writes it, after an example in the prompt."""
     number = task.lstrip("te")
-    messages = [
-        {"role": "user", "content": "Say 0"},
-        {"role": "assistant", "content": "0"},
-        {"role": "user", "content": asked or f"Say {number}"},
-        {"role": "assistant", "content": said},
-    ]
+    texts = ("Say 0", "0", asked or f"Say {number}", said)
+    messages = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(texts)]
     return {
         "step": 1, "index": index, "group": 0, "task_id": task, "messages": messages, "reward": float(right),
         "success": right, "advantage": 0.0, "metrics": {}, "reason": None, "error": None, "turns": 1,
@@ -202,11 +198,8 @@ async def test_tasks_of_the_eval_split_are_kept_out_however_they_are_named(clien
 
     spoilt = await curated(client, runs=[run.id], name="spoilt", allow_eval_tasks=True)
     assert spoilt["counts"]["train_rows"] == 11 and "no longer tell" in spoilt["notes"][0]
-    checked = body_of(
-        await client.call_tool(
-            "train", {"environment": "numbers", "algorithm": "sft", "dataset": spoilt["dataset"], "validate_only": True}
-        )
-    )
+    sft = {"environment": "numbers", "algorithm": "sft", "dataset": spoilt["dataset"], "validate_only": True}
+    checked = body_of(await client.call_tool("train", sft))
     assert any("may be memory" in note for note in checked["notes"])
 
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import shlex
+import shutil
 import time
 from collections.abc import AsyncGenerator
 from contextlib import suppress
@@ -75,11 +76,10 @@ async def test_a_starter_is_complete_passes_its_test_and_can_be_pushed(client: C
     assert (await call(client, "env_test", environment=pushed["environment"], time_s=600))["passed"]
 
 
-async def test_a_folder_whose_name_is_none_trains_under_the_templates_name(client: Client, tmp_path: Path) -> None:
-    assert (await call(client, "env_setup", folder=str(tmp_path / "My Task")))["name"] == "calculator"
-
-
 async def test_env_setup_never_overwrites(client: Client, tmp_path: Path) -> None:
+    made = await call(client, "env_setup", folder=str(tmp_path / "sub" / "My Task"))
+    assert made["name"] == "calculator", "the template's name, as the folder's is none"
+    shutil.rmtree(tmp_path / "sub")
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "rl.toml").write_text("mine")
     (tmp_path / "notes.txt").write_text("mine too")
@@ -155,12 +155,6 @@ async def test_a_server_of_the_mcp_package_makes_its_tasks(client: Client, tmp_p
     assert "server.py" not in command["files"]
 
 
-async def test_the_words_of_a_servers_command_stay_as_they_are(client: Client) -> None:
-    words = ["server", "--m", r"\bfoo\b", "one\ntwo"]
-    starter = await call(client, "env_setup", template="mcp_server", server=shlex.join(words))
-    assert f"\nSERVER = {words!r}\n" in starter["contents"]["environment.py"]
-
-
 @pytest.mark.long
 @pytest.mark.needs("adapters")
 async def test_tasks_of_a_server_of_the_mcp_package_pass_the_gate(client: Client, tmp_path: Path) -> None:
@@ -194,6 +188,9 @@ async def test_a_server_of_another_language_is_copied_and_one_that_is_fetched_is
     await call(client, "env_setup", folder=str(folder), template="mcp_server", server=str(tmp_path / "mine.mjs"))
     assert (folder / "server.mjs").read_text() == "console.log()"
     assert "SERVER = ['node', 'server.mjs']" in (folder / "environment.py").read_text()
+    words = ["server", "--m", r"\bfoo\b", "one\ntwo"]
+    starter = await call(client, "env_setup", template="mcp_server", server=shlex.join(words))
+    assert f"\nSERVER = {words!r}\n" in starter["contents"]["environment.py"]
     for data, words in (("npx -y a-package", "npx esbuild node_modules/"), ("uvx --from", "uvx PROGRAM")):
         text = await refusal(client, "env_setup", folder=str(tmp_path / "new"), template="mcp_server", server=data)
         assert words in text

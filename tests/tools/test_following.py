@@ -1,5 +1,6 @@
 """status with until and since: a run is followed without being told anything twice."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,11 @@ CALL_S = 43
 @pytest.fixture
 def started(tmp_path: Path, no_supervisor: None) -> tuple[Run, RunWriter]:
     return started_run(tmp_path / "environment", steps=STEPS)
+
+
+def learnt(run: Run, writer: RunWriter, steps: Iterable[int], **metrics: float) -> None:
+    learn(writer, steps, of=STEPS, **metrics)
+    read_in(open_store(), run.id)
 
 
 async def status(**arguments: Any) -> dict[str, Any]:
@@ -93,8 +99,7 @@ async def test_a_run_of_20_minutes_is_followed_in_under_4000_tokens(tmp_path: Pa
 async def test_a_mere_step_is_no_news_and_the_same_call_follows(started: tuple[Run, RunWriter]):
     run, writer = started
     first = await status(run_id=run.id, until="news")
-    learn(writer, range(1, 6), of=STEPS)
-    read_in(open_store(), run.id)
+    learnt(run, writer, range(1, 6))
     body = await follow(first)
     assert body == {
         "now": f"step 5/{STEPS}, success 11 %, 5 min left",
@@ -128,12 +133,10 @@ async def test_news_ends_the_wait_for_news_and_is_told_once(kind: str, tmp_path:
 
 async def test_a_flag_that_becomes_a_problem_is_told_again_and_ends_every_wait(started: tuple[Run, RunWriter]):
     run, writer = started
-    learn(writer, range(1, 12), of=STEPS, **{"groups/uniform_share": 0.7})
-    read_in(open_store(), run.id)
+    learnt(run, writer, range(1, 12), **{"groups/uniform_share": 0.7})
     assert "now" in (await status(run_id=run.id, until="end"))
     warned = await status(run_id=run.id, until="news")
-    learn(writer, range(12, 30), of=STEPS, **{"groups/uniform_share": 0.97})
-    read_in(open_store(), run.id)
+    learnt(run, writer, range(12, 30), **{"groups/uniform_share": 0.97})
     worse = await status(run_id=run.id, until="end", since=warned["since"])
     assert [flag["severity"] for flag in worse["news"]["flags"]] == ["problem"] and "rollouts(" in worse["next"]
     assert "now" in await follow(worse)
@@ -141,8 +144,7 @@ async def test_a_flag_that_becomes_a_problem_is_told_again_and_ends_every_wait(s
 
 async def test_the_whole_report_is_not_told_again(started: tuple[Run, RunWriter]):
     run, writer = started
-    learn(writer, range(1, 12), of=STEPS, **{"groups/uniform_share": 0.7})
-    read_in(open_store(), run.id)
+    learnt(run, writer, range(1, 12), **{"groups/uniform_share": 0.7})
     whole = await status(run_id=run.id)
     assert whole["run"]["flags"] and "now" in await follow(whole)
 
@@ -169,8 +171,7 @@ async def test_a_wait_ends_with_the_run_and_reports_its_share_of_the_steps(
     tmp_path: Path, started: tuple[Run, RunWriter], monkeypatch: pytest.MonkeyPatch
 ):
     run, writer = started
-    learn(writer, range(1, 76), of=STEPS)
-    read_in(open_store(), run.id)
+    learnt(run, writer, range(1, 76))
     queue.record_beat(open_store(), run.id, 1, {"step": 75, "phase": "rollout", "steps": STEPS}, progressed=True)
     looked = anyio.Event()
     told: list[tuple[str, float | None]] = []

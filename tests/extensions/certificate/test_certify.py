@@ -136,9 +136,6 @@ def test_a_signature_of_the_same_text_for_another_purpose_is_refused(monkeypatch
     monkeypatch.undo()
     with pytest.raises(FlashError, match="changed after it was signed"):
         signing.read(one.page.encode())
-
-
-def test_bytes_that_are_no_text_are_refused() -> None:
     with pytest.raises(FlashError, match="cannot be read"):
         signing.read(b"\xff\xfe")
 

@@ -75,10 +75,7 @@ def client_of_the_docs() -> Any:
     return play
 
 
-def test_agents_of_a_user_play_a_training_run_over_http(tiny_model: Path, tmp_path: Path, flash_home: Path) -> None:
-    folder = tmp_path / "environment"
-    shutil.copytree(VOWELS, folder)
-    (folder / "environment.toml").write_text("gateway = true\ncall_timeout_s = 300\n")
+def test_agents_of_a_user_play_a_training_run_over_http(tiny_model: Path, outside: Path, flash_home: Path) -> None:
     port = free_port()
     key = tokens.local_token(open_store().base)
     stranger = tokens.create(open_store(), "mallory", "write")[1]
@@ -86,7 +83,7 @@ def test_agents_of_a_user_play_a_training_run_over_http(tiny_model: Path, tmp_pa
     refused = [("nothing", "tasks", 401), (stranger, "tasks", 404), (reader, "tasks", 403)]
 
     async def train(session: DemoSession) -> str:
-        await session.call("env_push", folder=str(folder), name="vowels")
+        await session.call("env_push", folder=str(outside), name="vowels")
         shape: dict[str, Any] = {"steps": 2, "batch_size": 2, "group_size": 4, "max_tokens": 16, "lora_rank": 4}
         wanted = {"environment": "vowels", "model": str(tiny_model), **shape, "learning_rate": 1e-3}
         return (await session.call("train", **wanted))["run_id"]
@@ -148,11 +145,9 @@ def command(run_id: str, agent: Path, *options: str) -> list[str]:
 
 async def played(run_id: str, agent: Path, *options: str, **variables: str) -> tuple[int, Any, str]:
     """Exit code, result and stderr of `flash-mcp gateway` with the agent."""
-    env = {**os.environ, **variables}
-    ended = await anyio.run_process(command(run_id, agent, *options), env=env, cwd=ROOT, check=False)
-    errors = ended.stderr.decode()
-    assert ended.stdout, errors
-    return ended.returncode, json.loads(ended.stdout), errors
+    code, printed, errors = await refused(run_id, agent, *options, **variables)
+    assert printed, errors
+    return code, json.loads(printed), errors
 
 
 @pytest.fixture
