@@ -33,8 +33,7 @@ async def call_over(client: Client, tool: str, **arguments: Any) -> dict[str, An
     """A tool's result, whole."""
     result = await client.call_tool(tool, arguments)
     assert not result.is_error, result.content
-    assert result.structured_content is not None
-    assert len(to_text(result.structured_content)) <= RESULT_CHARACTERS
+    assert result.structured_content is not None and len(to_text(result.structured_content)) <= RESULT_CHARACTERS
     assert "cut" not in result.structured_content
     return result.structured_content
 

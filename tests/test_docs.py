@@ -204,8 +204,7 @@ async def test_the_playbooks_wrapped_objects_work(tmp_path: Path, imported: str)
     async with await EnvironmentHost.start(tmp_path) as host:
         opening = await host.open("train", 0)
         assert opening.messages == [{"role": "user", "content": "Guess."}]
-        assert (await host.step(opening.episode, "7")).done
-        assert (await host.score(opening.episode)).success
+        assert (await host.step(opening.episode, "7")).done and (await host.score(opening.episode)).success
 
 
 def test_every_example_in_python_runs_in_a_test():
@@ -224,8 +223,7 @@ async def test_the_agent_of_the_text_answers(tmp_path: Path):
     (tmp_path / "agent.py").write_text(AGENT_CALCULATOR.read_text())
     async with await EnvironmentHost.start(tmp_path) as host:
         opening = await host.open("train", 0)
-        assert (await host.step(opening.episode, "7")).done
-        assert (await host.score(opening.episode)).success
+        assert (await host.step(opening.episode, "7")).done and (await host.score(opening.episode)).success
 
 
 def test_the_playbooks_example_config_is_complete(tmp_path: Path):

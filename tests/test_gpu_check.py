@@ -73,8 +73,7 @@ def test_every_stage_runs_on_the_cpu(tmp_path: Path) -> None:
     assert max(figures["engine"][f"{runner}_adapter_largest_mismatch_nats"] for runner in gpu_runners.RUNNERS) < 0.1
     assert figures["peers"]["4B_tokens_per_s"] < figures["peers"]["4B_tokens_per_s_bound"]
     assert figures["gsm8k"]["steps"] == 2 and figures["gsm8k"]["success"] == 0
-    assert "skipped" in figures["tests"]["outcome"]
-    assert (tmp_path / "report.md").read_text() in done.stdout
+    assert "skipped" in figures["tests"]["outcome"] and (tmp_path / "report.md").read_text() in done.stdout
 
 
 def test_a_folder_of_an_earlier_time_gets_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

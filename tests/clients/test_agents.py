@@ -78,8 +78,7 @@ def check(model: Model, output: str) -> None:
     assert '"environment":"vowels@' in pushed and "[unknown_argument argument=step]" in refused
     assert "did you mean 'steps'?" in refused and '"created":true' in started
     assert '"state":"succeeded"' in status and '"role":"assistant"' in rollouts
-    assert '"base_url":"http://127.0.0.1' in deployed and '"adapter":{"text":' in chat
-    assert '"state":"stop' in stopped
+    assert '"base_url":"http://127.0.0.1' in deployed and '"adapter":{"text":' in chat and '"state":"stop' in stopped
     for text in (pushed, started, status, rollouts, deployed, chat, stopped):
         assert '"next":"' in text
         assert len(text) <= RESULT_CHARACTERS + 500  # a client may put a few words around it

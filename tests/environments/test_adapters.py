@@ -105,8 +105,7 @@ async def test_parts_tool_calls_repeated_rows_and_answers_without_messages_of_th
     async with await EnvironmentHost.start(written(tmp_path, environment_py=SDK_UNUSUAL)) as host:
         opening = await host.open("train", 1)
         assert opening.messages == [{"role": "user", "content": "Look here."}]
-        assert (await host.step(opening.episode, "I see.")).done
-        assert (await host.score(opening.episode)).reward == 1.0
+        assert (await host.step(opening.episode, "I see.")).done and (await host.score(opening.episode)).reward == 1.0
         (gold,) = await host.gold("train", 0)
         assert (gold["content"], gold["tool_calls"][0]["function"]["name"]) == ("", "look")
         (first, _), (second, _) = await host.tasks("train")

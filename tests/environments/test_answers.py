@@ -30,8 +30,7 @@ def test_two_tasks_or_empty_answers_have_no_commonest_answer() -> None:
 
 @pytest.mark.parametrize(("text", "value"), [("81", 81), ("[41, 0]", [41, 0]), ("3 + 4*2", 11), ("{'a': 7}", {"a": 7})])
 def test_an_answer_as_code_comes_to_it_and_holds_none_of_its_numbers(text: str, value: object) -> None:
-    assert eval(as_code(text)) == value
-    assert not {"81", "41", "3", "4", "7"} & {*re.findall("[0-9]+", as_code(text))}
+    assert eval(as_code(text)) == value and not {"81", "41", "3", "4", "7"} & {*re.findall("[0-9]+", as_code(text))}
 
 
 @pytest.mark.parametrize("text", ["Paris", "twelve 12", "007", "", "x.y = 3", "yes; no"])

@@ -30,8 +30,7 @@ def test_rows_become_tasks_that_are_in_one_split_only() -> None:
     held_out = [{"question": "1 + 1", "number": 0}, {"question": "1 + 1", "number": 1}]
     rows = [{"question": "1 + 1", "number": 5}, {"question": "2 + 2", "number": 6}]
     train, evaluation = tasks_of(rows, held_out, question, {"number"})
-    assert [task.input for task in train] == ["2 + 2"]
-    assert [task.record for task in evaluation] == [held_out[0]]
+    assert [task.input for task in train] == ["2 + 2"] and [task.record for task in evaluation] == [held_out[0]]
     again, _ = tasks_of([{**rows[1], "number": 0}], held_out, question, {"number"})
     assert [task.id for task in again] == [task.id for task in train]
 
@@ -87,8 +86,7 @@ def test_tasks_that_open_alike_have_questions_of_their_own() -> None:
     rows = [{"question": "Guess a word.", "answer": word} for word in ("crane", "stone")]
     train, evaluation = tasks_of(rows, [{**rows[0], "answer": "plant"}], question)
     asked = [task.input for task in (*train, *evaluation)]
-    assert [text.partition("\n")[0] for text in asked[:2]] == ["Guess a word."] * 2
-    assert len({*asked}) == 3
+    assert [text.partition("\n")[0] for text in asked[:2]] == ["Guess a word."] * 2 and len({*asked}) == 3
 
 
 CANNOT_RUN = {
@@ -158,8 +156,7 @@ async def test_a_class_for_trl_is_played_by_its_methods_and_rewards(game: Path) 
         opening, other = [await host.open("train", 3) for _ in range(2)]
         assert opening.messages == [{"role": "user", "content": "Guess number 3. It is below 6."}]
         (tool,) = opening.tools
-        assert tool["function"]["name"] == "guess"
-        assert tool["function"]["description"] == "Guess the number."
+        assert tool["function"]["name"] == "guess" and tool["function"]["description"] == "Guess the number."
         for number, answer in ((-1, "Error: not negative"), (3, "right")):
             guess = call("guess", f'{{"number": {number}}}')
             step = await host.step(opening.episode, "", guess)
@@ -225,8 +222,7 @@ async def test_a_taskset_of_verifiers_is_played_by_an_agent(installed: Callable[
     args = {"name": "one agent"}
     async with await EnvironmentHost.start(installed("verifiers"), args=args) as host:
         opening = await host.open("train", 0)
-        assert [message["role"] for message in opening.messages] == ["system", "user"]
-        assert opening.tools == []
+        assert [message["role"] for message in opening.messages] == ["system", "user"] and opening.tools == []
         (sum_,) = re.findall(r"[-+\d ]*\d", opening.messages[-1]["content"])
         assert (await host.step(opening.episode, f"{eval(sum_)}")).done
         right = await host.score(opening.episode)

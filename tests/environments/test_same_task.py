@@ -52,8 +52,7 @@ def test_what_a_system_message_asks_counts_where_the_turns_are_the_same() -> Non
         return task_of(turns, "ok")
 
     orders = [shop(order) for order in ("a red chair", "two lamps", "his money back")]
-    assert same_tasks(orders).groups == [[0], [1], [2]]
-    assert SameTasks(orders).find(shop("two lamps!")) == [1]
+    assert same_tasks(orders).groups == [[0], [1], [2]] and SameTasks(orders).find(shop("two lamps!")) == [1]
     assert SameTasks(orders).find(shop("a new bed")) == []
 
 

@@ -83,5 +83,4 @@ async def test_the_token_ids_of_each_call_are_those_that_the_engine_saw(tmp_path
 async def test_a_base_model_that_is_gone_is_refused_with_the_reason(tmp_path: Path) -> None:
     rollout = await played(tmp_path, Recorder(lacks_base=True))
     assert [call["role"] for call in rollout.record(1).calls] == ["", "planner", "judge", "critic", ""]
-    assert rollout.reward == 1.0 and rollout.error is None
-    assert str(rollout.reason).endswith('null, "invalid_value"]')
+    assert rollout.reward == 1.0 and rollout.error is None and str(rollout.reason).endswith('null, "invalid_value"]')

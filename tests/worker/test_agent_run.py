@@ -38,8 +38,7 @@ def test_its_rollouts_are_the_conversations_that_it_had(run: RunFolder) -> None:
     for row in run.rollouts(1):
         roles = [message["role"] for message in row["messages"]]
         assert roles == ["user", "assistant", "user", "assistant"]
-        assert row["messages"][0]["content"].startswith("Write ")
-        assert row["turns"] == 2 and row["finish"] == "done"
+        assert row["messages"][0]["content"].startswith("Write ") and row["turns"] == 2 and row["finish"] == "done"
 
 
 WISHES = """

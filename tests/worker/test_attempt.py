@@ -128,8 +128,7 @@ def test_an_evaluation_within_a_run_has_a_bounded_number_of_open_episodes(tmp_pa
     session.evaluate(0)
     assert bounds == [OPEN_AT_ONCE] and re.fullmatch(rf"eval {of}/{of}, 0 s left", heartbeat.shown)
     heartbeat.enter("train")
-    assert heartbeat.shown == "train"
-    assert [row["index"] for row in run.evaluation(0)["rollouts"]] == list(range(of))
+    assert heartbeat.shown == "train" and [row["index"] for row in run.evaluation(0)["rollouts"]] == list(range(of))
 
 
 def test_a_run_reports_every_step_and_leaves_an_adapter(whole_run: Any) -> None:

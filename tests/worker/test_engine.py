@@ -313,8 +313,7 @@ def test_engine_and_trainer_hold_the_base_weights_once(engines: Engines, merged:
     assert merged.share_base(policy) == 0
     assert engine.share_base(policy) == sum(weight.nbytes for weight in base.values())
     [kept] = engine._engine.apply_model(lambda model: storages(model.parameters()))
-    assert storages(frozen.values()) <= kept
-    assert trainers_logprobs(policy, PROMPT, PROMPT).equal(expected)
+    assert storages(frozen.values()) <= kept and trainers_logprobs(policy, PROMPT, PROMPT).equal(expected)
     policy(input_ids=torch.tensor([PROMPT])).logits.sum().backward()
     for step in (2, 3):
         train(policy, step)
@@ -666,8 +665,7 @@ def test_a_server_takes_as_many_cards_as_the_model_needs(model_gib: int, cards: 
     for name, function in said.items():
         monkeypatch.setattr(torch.cuda, name, function)
     held = device_locks.take("GPU-card-4", tmp_path / "other")
-    assert held is not None
-    assert serve.use_cards(model_gib * 2**30, tmp_path / "home") == cards.count(",") + 1
+    assert held is not None and serve.use_cards(model_gib * 2**30, tmp_path / "home") == cards.count(",") + 1
     assert serve.os.environ["CUDA_VISIBLE_DEVICES"] == cards
     for number, name in enumerate("abcd"):
         found = device_locks.users(f"GPU-card-{number}", tmp_path / "other")

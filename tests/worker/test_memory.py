@@ -78,8 +78,7 @@ def test_a_few_tokens_tell_what_a_long_pass_keeps(tiny_model: Path, way: packing
     a_token = memory.token_bytes(causal_lm, way) - memory.LOGIT_BYTES * causal_lm.config.vocab_size
     kept = (1 + memory.HEAP_OVERHEAD) * memory.pass_bytes(causal_lm, pack)
     # The adapter's copies in half precision are kept once, and count for the few tokens.
-    assert kept == pytest.approx(a_token * pack.tokens, rel=0.25)
-    assert before.equal(torch.random.get_rng_state())
+    assert kept == pytest.approx(a_token * pack.tokens, rel=0.25) and before.equal(torch.random.get_rng_state())
 
 
 def test_activations_that_are_kept_are_those_of_autograd(tiny_model: Path) -> None:

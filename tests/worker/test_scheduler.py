@@ -55,9 +55,8 @@ def test_each_turn_has_its_reward_and_ends_where_its_tokens_do() -> None:
         assert transcript and len(rollout.turn_rewards) == rollout.turns == len(transcript.answers)
         start = 0
         for number, ((end, reward), answer) in enumerate(zip(rollout.turn_rewards, transcript.answers, strict=True)):
-            assert transcript.completion_ids[end - len(answer) : end] == answer and sum(
-                transcript.mask[start:end]
-            ) == len(answer)
+            assert transcript.completion_ids[end - len(answer) : end] == answer
+            assert sum(transcript.mask[start:end]) == len(answer)
             assert reward == (None if number % 2 else (number + 2) / 8)
             start = end
     assert any(rollout.turns > 2 for rollout in rollouts)
@@ -82,8 +81,7 @@ def test_an_environment_that_works_for_hours_is_no_stall_but_an_engine_that_hang
         await generator.aclose()
         return len(noted)
 
-    assert run_virtually(scenario(7200.0, 0.01))[0] > 2 * 7200 / 30
-    assert run_virtually(scenario(0.0, 7200.7))[0] == 0
+    assert run_virtually(scenario(7200.0, 0.01))[0] > 2 * 7200 / 30 and run_virtually(scenario(0.0, 7200.7))[0] == 0
 
 
 def test_the_rollouts_of_a_group_render_their_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +97,7 @@ def test_the_rollouts_of_a_group_render_their_prompt_once(monkeypatch: pytest.Mo
     first, second = (template.prompt_ids([{"role": "user", "content": "q"}]) for _ in range(2))
     assert rendered == ["q"] and first == second
     first.append(0)
-    assert second == template.prompt_ids([{"role": "user", "content": "q"}])
+    assert first[:-1] == second == template.prompt_ids([{"role": "user", "content": "q"}])
 
 
 @pytest.mark.parametrize(
@@ -115,10 +113,8 @@ def test_a_system_prompt_stands_in_place_of_the_environments(text: str | None, r
     shown = TalkLimits(1, 1, system_prompt=text).prompted(messages)
     assert [message["role"] for message in shown] == roles
     assert shown[0]["content"] == {None: "system", "x": "x", "": "user"}[text]
-    assert TalkLimits(1, 1, system_prompt="x").prompted(messages[1:]) == TalkLimits(1, 1, system_prompt="x").prompted(
-        messages
-    )
-    assert len(messages) == 4
+    x = TalkLimits(1, 1, system_prompt="x")
+    assert x.prompted(messages[1:]) == x.prompted(messages) and len(messages) == 4
 
 
 def fault(call: str, example: int) -> str | None:

@@ -201,8 +201,7 @@ async def test_a_rollout_calls_a_tool_reads_its_result_and_is_rewarded() -> None
     assert (rollout.reward, rollout.success, rollout.error) == (1.0, True, None)
     record = rollout.record(3)
     asked, answered, said = record.messages[-3:]
-    assert asked["content"] == ""
-    assert text_of(asked) == 'calculate({"left": 31, "operator": "-", "right": 53})'
+    assert asked["content"] == "" and text_of(asked) == 'calculate({"left": 31, "operator": "-", "right": 53})'
     assert (answered["role"], answered["content"]) == ("tool", "-22")
     assert answered["tool_call_id"] == asked["tool_calls"][0]["id"]
     assert said == {"role": "assistant", "content": "-22"} and record.answers == [text_of(asked), "-22"]

@@ -70,8 +70,7 @@ def test_the_chosen_way_gives_a_plain_passes_log_probabilities_and_gradients(nam
     model = make_architecture(name)
     before = torch.get_rng_state()
     way = way_of(model)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert way == (Way.STATE if name in STATE else Way.PACKED)
+    assert torch.equal(torch.get_rng_state(), before) and way == (Way.STATE if name in STATE else Way.PACKED)
     policy = adapted(model)
     pack = make_pack(prompt, [2 * WINDOW, 9, 1, 30], way)
     mine, grads = with_gradient(policy, pack.logps(model, 0.7)[0])
@@ -93,8 +92,7 @@ def test_rows_give_them_too_also_if_activations_are_computed_twice(name: str) ->
     state = make_pack(2 * WINDOW, [2 * WINDOW, 9, 30], Way.STATE)
     for tried, keep_tokens in ((pack, torch.inf), (pack, 0), (state, 0)):
         mine, grads = with_gradient(policy, tried.logps(model, 0.7, keep_tokens=keep_tokens)[0])
-        assert (mine - plain).norm() < 1e-5 * plain.norm()
-        assert (grads - expected).norm() < 1e-5 * expected.norm()
+        assert (mine - plain).norm() < 1e-5 * plain.norm() and (grads - expected).norm() < 1e-5 * expected.norm()
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "qwen3_5_text"])

@@ -127,8 +127,7 @@ async def test_a_program_leaves_processes_to_others_and_none_behind(tmp_path: Pa
         assert greedy.messages[-1]["content"] == str(errno.EAGAIN)
         modest = [await host.open("train", 1) for _ in range(3)]
         for opening in (greedy, *modest):
-            assert (await host.step(opening.episode, "4")).done
-            assert (await host.score(opening.episode)).reward == 1
+            assert (await host.step(opening.episode, "4")).done and (await host.score(opening.episode)).reward == 1
         assert not children(b"refused = 0") and not children(b"sleep\x00607")
 
 

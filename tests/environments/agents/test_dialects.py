@@ -139,8 +139,7 @@ def continued(calls: Sequence[AgentCall]) -> None:
     assert calls[0].messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
     result = {"role": "tool", "tool_call_id": "call00000", "content": "4"}
     assert calls[1].messages == calls[3].messages == [result]
-    assert calls[2].messages == [{"role": "user", "content": "Sure?"}]
-    assert all(call.tools == [TOOL] for call in calls)
+    assert calls[2].messages == [{"role": "user", "content": "Sure?"}] and all(call.tools == [TOOL] for call in calls)
 
 
 async def test_the_openai_package_speaks_responses_whole_and_streamed(tmp_path: Path) -> None:
@@ -159,8 +158,7 @@ async def test_the_openai_package_speaks_responses_whole_and_streamed(tmp_path: 
     ]  # fmt: skip
     assert events[-1] == "response.incomplete" and "response.output_text.delta" in events
     assert last["incomplete_details"] == {"reason": "max_output_tokens"}
-    assert last["output"][0]["content"][0]["text"] == "Yes, it"
-    assert error == "previous_response_not_found"
+    assert last["output"][0]["content"][0]["text"] == "Yes, it" and error == "previous_response_not_found"
 
 
 async def test_the_anthropic_package_speaks_messages_whole_and_streamed(tmp_path: Path) -> None:
@@ -169,8 +167,7 @@ async def test_the_anthropic_package_speaks_messages_whole_and_streamed(tmp_path
     continued(calls)
     counted, first, text, events, given, said, last, error = found
     assert counted > 10 and first["stop_reason"] == "tool_use"
-    assert first["content"][0] == {"type": "text", "text": "Let me add."}
-    assert first["content"][1]["input"] == {"a": 1}
+    assert first["content"][0] == {"type": "text", "text": "Let me add."} and first["content"][1]["input"] == {"a": 1}
     assert first["usage"]["input_tokens"] == 30 and first["usage"]["output_tokens"] == 5
     assert (text, given, said) == ("It is 4", {"a": 1}, "Yes, it")
     assert events[0] == "message_start" and events[-1] == "message_stop"

@@ -344,8 +344,7 @@ async def test_what_a_request_asks_of_its_answer_reaches_the_caller(tmp_path: Pa
         assert await host.next_call(episode) == "done"
         both, called, number = json.loads((await host.score(episode)).reason or "")
     assert [choice["message"]["content"] for choice in both] == ["a", "b"]
-    assert [choice["index"] for choice in both] == [0, 1]
-    assert both[1]["logprobs"]["content"][0]["logprob"] == -0.5
+    assert [choice["index"] for choice in both] == [0, 1] and both[1]["logprobs"]["content"][0]["logprob"] == -0.5
     assert called[0]["finish_reason"] == "tool_calls" and number[0]["message"]["content"] == "7"
 
 
@@ -571,8 +570,7 @@ async def test_an_agent_that_does_not_end_is_left_behind(tmp_path: Path) -> None
             await told(host, ["y"])
         assert caught.value.code == "environment_timeout"
         first = host._children[-1]
-        assert await told(host, ["y"], index=1) == []
-        assert host._children[-1] is not first and not first.alive
+        assert await told(host, ["y"], index=1) == [] and host._children[-1] is not first and not first.alive
 
 
 async def test_a_slow_agent_declares_its_own_limit(tmp_path: Path) -> None:

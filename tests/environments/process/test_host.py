@@ -222,8 +222,7 @@ async def test_coroutine_methods_run_as_they_are(tmp_path: Path) -> None:
     async with await EnvironmentHost.start(environment_folder(tmp_path, source)) as host:
         opening = await host.open("train", 0)
         assert (opening.messages[0]["content"], opening.max_turns) == ("asynchronously", 2)
-        assert (await host.step(opening.episode, "x")).done
-        assert (await host.score(opening.episode)).success
+        assert (await host.step(opening.episode, "x")).done and (await host.score(opening.episode)).success
         assert await host.gold("train", 0) == [{"role": "assistant", "content": "gold"}]
 
 
@@ -387,8 +386,7 @@ async def test_calls_under_way_stay_within_their_bounds(
             return score.reward, score.metrics["steps"]
 
         played = await asyncio.gather(*(play() for _ in range(24)))
-        assert max(reward for reward, _ in played) == most_scores
-        assert max(steps for _, steps in played) <= most_steps
+        assert max(reward for reward, _ in played) == most_scores and max(steps for _, steps in played) <= most_steps
 
 
 JUDGES = """
@@ -496,8 +494,7 @@ async def test_what_user_code_prints_disturbs_nothing_and_goes_to_stderr(tmp_pat
         opening = await host.open("train", 0)
         assert (await host.step(opening.episode, "x")).done
     out, err = capfd.readouterr()
-    assert out == ""
-    assert all(text in err for text in ("while loading", "forged", "from a shell", "raw bytes"))
+    assert out == "" and all(text in err for text in ("while loading", "forged", "from a shell", "raw bytes"))
 
 
 async def test_text_that_utf8_cannot_hold_is_replaced(tmp_path: Path) -> None:
