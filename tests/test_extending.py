@@ -126,8 +126,6 @@ async def test_a_tool_refuses_what_is_behind_a_door_that_leads_nowhere(
 
 
 REPOSITORY = ("tests", "docs", "scripts", "pyproject.toml", "TRAINING.md", "constraints-cpu.txt", "constraints-gpu.txt")
-UNMARKED = {"adapters", "engines", "terminal"}
-"""Rooms that tests of these folders need without saying so."""
 QUICK = ("tests/cli", "tests/server", "tests/state", "tests/tools")
 """The folders of the core's tests that are run without each room."""
 CORE = """
@@ -197,7 +195,7 @@ def test_the_core_goes_on_without_a_room_and_says_what_is_missing(room: str, wit
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("room", sorted(ROOMS.keys() - UNMARKED))
+@pytest.mark.parametrize("room", sorted(ROOMS))
 def test_the_cores_quick_tests_pass_without_a_room(room: str, tmp_path: Path) -> None:
     folder = copied(tmp_path / "core", ROOMS[room], *REPOSITORY)
     variables = {**os.environ, "PYTHONPATH": str(folder), "PYTEST_ADDOPTS": ""}

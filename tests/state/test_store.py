@@ -365,6 +365,7 @@ def test_without_a_file_there_are_no_targets(tmp_path: Path) -> None:
     assert caught.value.code == "unknown_target"
 
 
+@pytest.mark.needs("engines")
 def test_what_was_added_is_read_back_and_what_is_removed_leaves_the_rest(tmp_path: Path) -> None:
     values = {
         **SLURM,
@@ -385,6 +386,7 @@ def test_what_was_added_is_read_back_and_what_is_removed_leaves_the_rest(tmp_pat
     assert (tmp_path / FILE).read_text().startswith("# by hand\n")
 
 
+@pytest.mark.needs("engines")
 def test_any_name_and_text_of_a_target_is_read_back(tmp_path: Path) -> None:
     resources = {"accelerator_type:A100": 0.01, "a.b": 1.0}
     fields = {
@@ -422,6 +424,7 @@ RAY = "[lab]\nengine = 'ray'\nstorage = '/s'\naddress = 'http://head'\n"
         ("[lab", "cannot be read"),
     ],
 )
+@pytest.mark.needs("engines")
 def test_a_wrong_file_is_refused_with_what_is_wrong_in_it(tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / FILE).write_text(text)
     with pytest.raises(FlashError) as caught:
@@ -429,6 +432,7 @@ def test_a_wrong_file_is_refused_with_what_is_wrong_in_it(tmp_path: Path, text: 
     assert caught.value.code == "targets_invalid" and says in str(caught.value)
 
 
+@pytest.mark.needs("engines")
 def test_what_the_nodes_have_is_noted_in_the_table_and_all_else_stays(tmp_path: Path) -> None:
     for name in ("lab", "other"):
         write_target(tmp_path, name, new_target(tmp_path, name, SLURM))
@@ -442,6 +446,7 @@ def test_what_the_nodes_have_is_noted_in_the_table_and_all_else_stays(tmp_path: 
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.needs("engines")
 def test_what_the_nodes_have_is_noted_in_no_table_below_that_of_a_target(tmp_path: Path, order: Sequence[int]) -> None:
     tables = ('[lab]\nengine = "slurm"\nstorage = "/shared/flash"\n', '[lab.env]\nNAME = "value"\n')
     (tmp_path / FILE).write_text("".join(tables[number] for number in order))
@@ -451,6 +456,7 @@ def test_what_the_nodes_have_is_noted_in_no_table_below_that_of_a_target(tmp_pat
     assert (lab.cards, lab.env) == (cards, {"NAME": "value"})
 
 
+@pytest.mark.needs("engines")
 def test_the_commands_add_list_and_remove(flash_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     add = ["target", "add", "lab", "--engine", "slurm", "--storage", "/shared/flash"]
     assert main([*add, *["--option=--gres=gpu:1", "--option", "-p gpu", "--env", "A=b", "--unproved"]]) == 0
@@ -465,6 +471,7 @@ def test_the_commands_add_list_and_remove(flash_home: Path, capsys: pytest.Captu
     assert targets(flash_home) == {}
 
 
+@pytest.mark.needs("engines")
 def test_a_target_that_fails_its_proof_is_not_added(flash_home: Path, capsys, monkeypatch, tmp_path: Path):
     monkeypatch.setenv("PATH", str(tmp_path))  # there is no sbatch
     assert main(["target", "add", "lab", "--engine", "slurm", "--storage", str(tmp_path / "storage")]) != 0

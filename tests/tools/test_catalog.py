@@ -44,6 +44,7 @@ def on_a_machine_of(gib: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flash_mcp.tools.shared.placing.gpus", list[Device])
 
 
+@pytest.mark.needs("engines")
 def test_each_model_says_whether_it_fits_here_and_elsewhere(flash_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on_a_machine_of(23.5, monkeypatch)
     flash_home.mkdir()

@@ -685,6 +685,7 @@ def fields_with(word: str, value: Any, *within: str) -> set[str]:
     return set()
 
 
+@pytest.mark.needs("adapters")
 @pytest.mark.hostile("steering")
 async def test_the_texts_of_a_hostile_mcp_server_are_in_the_fields_that_the_instructions_name(client: Client, tmp_path):
     text = "\n".join(["a STEERING text", *STEERING.values()])

@@ -132,6 +132,7 @@ async def test_a_target_whose_engine_lets_a_run_wait_has_no_room() -> None:
 
 
 @pytest.mark.usefixtures("lab_and_near")
+@pytest.mark.needs("engines")
 async def test_a_server_without_training_packages_trains_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("placing", "loading"):
         monkeypatch.setattr(f"flash_mcp.tools.shared.{module}.missing_packages", lambda: ["torch", "vllm"])
