@@ -9,14 +9,18 @@ import shutil
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from flash_mcp.cli.output import visible
+from flash_mcp.cli.output import say, visible
+from flash_mcp.cli.parsing import JSON, Arguments, Command, Group, flag, option
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.numbers import number, percent
+from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.state.runs import REMOTE_RETRY_S
 from flash_mcp.state.store import open_store
-from flash_mcp.supervisor.process import ensure_supervised
+from flash_mcp.supervisor.process import ensure_supervised, supervised
 
 if TYPE_CHECKING:
     from flash_mcp.tools.status import Status
@@ -70,6 +74,15 @@ def until_ended(
             f"Cancel it: flash-mcp cancel {run_id}\n"
         )
         return INTERRUPTED, None
+
+
+def stay(run_id: str, as_json: bool, **options: Any) -> int:
+    from flash_mcp.cli.views import show  # noqa: PLC0415
+
+    code, report = until_ended(run_id, **options)
+    if report is not None:
+        show(report, as_json)
+    return code
 
 
 class Lines:
@@ -128,3 +141,76 @@ def progress_line(view: dict[str, Any], *, has_bars: bool = True) -> str:
     if "eta_s" in view:
         parts.append(f"{view['eta_s'] // 60} min {view['eta_s'] % 60:02} s left")
     return "  ".join(filter(None, parts))
+
+
+# -- the commands logs and wait --------------------------------------------------------------------
+
+LOG_BYTES = 64 << 10
+"""Nodes store no more of an attempt's output."""
+LOG_OVERLAP = 1000
+"""Characters by which the end of a log is found in the next tail."""
+LOG_EVERY_S = 2.0
+RUN_ID = option("run_id", "run id, as returned by train", "RUN_ID")
+
+
+def write_file(path: Path, text: str) -> None:
+    try:
+        path.write_bytes(text.encode())
+    except OSError as error:
+        fix = "choose a file that you may write with --to"
+        what = f"cannot write there: {error}"
+        raise FlashError("invalid_argument", what, path=path, fix=fix) from error
+
+
+def logs(arguments: Arguments) -> None:
+    """Print the end of what a run's newest attempt printed, as its node stores it.
+
+    With --follow also what comes, until the run has ended."""
+    store = open_store()
+    attempt, before = 0, ""
+    with supervised() if arguments.follow else nullcontext():
+        while True:
+            run = store.run(arguments.run_id)
+            folder = RunFolder(run.folder, retry_s=REMOTE_RETRY_S)
+            tail = folder.log_tail(run.attempt, LOG_BYTES)
+            news = _after(before if attempt == run.attempt else "", tail)
+            if news:
+                say(news.rstrip("\n"))
+            if run.ended or not arguments.follow:
+                break
+            attempt, before = run.attempt, tail
+            time.sleep(LOG_EVERY_S)
+    if not tail:
+        why = f"see why with `flash-mcp status {run.id}`"
+        sys.stderr.write(f"{run.id}, which is {run.state}, has no log: {why}\n")
+
+
+def _after(before: str, tail: str) -> str:
+    """What of a log's tail comes after the tail that was read before, whose start may be gone."""
+    if tail.startswith(before):
+        return tail[len(before) :]
+    end = before[-LOG_OVERLAP:]
+    if end and end in tail:
+        return tail.rpartition(end)[2]
+    return tail
+
+
+def wait(arguments: Arguments) -> int:
+    """Return when a run has ended; the exit code says how.
+
+    0 succeeded, 3 failed, 4 cancelled, 5 --timeout-s passed. Prints the run's report."""
+    return stay(arguments.run_id, arguments.json, timeout_s=arguments.timeout_s, quiet=True)
+
+
+COMMANDS: dict[str, Command | Group] = {
+    "wait": Command(
+        wait,
+        ("flash-mcp wait run-2f9k1c8d --timeout-s 3600",),
+        (RUN_ID, option("--timeout-s", "stop waiting after S seconds", "S", type=float), JSON),
+    ),
+    "logs": Command(
+        logs,
+        ("flash-mcp logs run-2f9k1c8d --follow",),
+        (RUN_ID, flag("--follow", "print what comes until the run has ended")),
+    ),
+}

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from environments import doors
 from flash_mcp import __version__
-from flash_mcp.cli import machine, run_commands, serving, targets
+from flash_mcp.cli import follow, machine, serving, targets
 from flash_mcp.cli.output import VisibleFormatter, to_json, visible
 from flash_mcp.cli.parsing import Command, Group, Parser, add_own, check_known, example
 from flash_mcp.cli.tool_commands import add_tool
@@ -26,7 +26,7 @@ from flash_mcp.protocol.errors import FlashError, as_flash_error, did_you_mean
 OWN: dict[str, Command | Group] = {
     **serving.COMMANDS,
     **targets.COMMANDS,
-    **run_commands.COMMANDS,
+    **follow.COMMANDS,
     **machine.COMMANDS,
     **exam_commands.COMMANDS,
 }

@@ -203,7 +203,7 @@ def _run_tool(tool: Tool, arguments: argparse.Namespace) -> int:
         for run in runs:
             if len(runs) > 1:
                 sys.stderr.write(f"seed {run.spec.seed}: {run.id}\n")
-            codes.append(stay(run.id, arguments.json))
+            codes.append(follow.stay(run.id, arguments.json))
             if codes[-1] == follow.INTERRUPTED:
                 break
         return max(codes)
@@ -231,15 +231,6 @@ def _given(tool: Tool, arguments: argparse.Namespace) -> dict[str, Any]:
         if values.get(which) is not None:
             chosen |= {"which": which, "limit": values[which]}
     return chosen
-
-
-def stay(run_id: str, as_json: bool, **options: Any) -> int:
-    from flash_mcp.cli.views import show  # noqa: PLC0415
-
-    code, report = follow.until_ended(run_id, **options)
-    if report is not None:
-        show(report, as_json)
-    return code
 
 
 def call(tool: Tool, arguments: dict[str, Any]) -> BaseModel:

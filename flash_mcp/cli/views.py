@@ -19,7 +19,6 @@ from flash_mcp.state.disk import in_words
 from flash_mcp.tools.checkpoints import CheckpointList
 from flash_mcp.tools.environments import EnvTest
 from flash_mcp.tools.rollouts import Rollouts, RolloutView
-from flash_mcp.tools.shared.headline import headline
 from flash_mcp.tools.shared.scores import ByLabel, Scores
 from flash_mcp.tools.status import RunLine, Status
 
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from flash_mcp.judgement.health import Trend
-    from flash_mcp.tools.shared.run_view import HeldOut, RunView
+    from flash_mcp.tools.shared.run_view import HeldOut, RunView, headline
 
 
 Style = Literal["bold", "dim", "good", "bad", "warn"]

@@ -13,7 +13,7 @@ import secrets as randomness
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from flash_mcp.exam.prompts import folder_of
 from flash_mcp.protocol import exams as sealing
 from flash_mcp.protocol.errors import FlashError, did_you_mean, expanded
 from flash_mcp.protocol.paths import write_private
-from flash_mcp.protocol.records import EnvironmentVersion
+from flash_mcp.protocol.records import EnvironmentVersion, Json
 from flash_mcp.state.owners import caller
 from flash_mcp.state.versions import check_name, folder_files, keep_generated
 from flash_mcp.supervisor import process, secrets
@@ -217,3 +217,50 @@ def unlock(base: Path, name: str, passphrase: str) -> None:
 def lock(base: Path, name: str) -> None:
     """Let the supervisor forget the key."""
     secrets.give(base, secrets.EXAMS, {find_exam(base, name).variable: ""})
+
+
+# -- how many training rows ask what an exam asks --------------------------------------------------
+# Only the number is told. The supervisor searches for exams with a passphrase: it has their keys.
+
+AT_ONCE = 50
+"""Texts of a request to the supervisor."""
+
+
+def rows_by_exam(base: Path, questions: Iterable[str]) -> dict[str, int | None]:
+    """Rows by the caller's exams whose tasks they ask; None for an exam that is locked. Without an
+    exam nothing of `questions` is computed."""
+    result: dict[str, int | None] = {}
+    available = exams(base)
+    texts = list(questions) if available else []
+    for exam in available:
+        number: int | None = 0
+        for start in range(0, len(texts), AT_ONCE):
+            part = [text[: prompts.CHARACTERS] for text in texts[start : start + AT_ONCE]]
+            try:
+                if exam.key_file:
+                    number += prompts.rows(base, exam.name, exam.id, exam.key(), part)
+                else:
+                    number += secrets.count_rows(base, exam.name, exam.id, part)
+            except FlashError:
+                number = None
+                break
+        result[exam.name] = number
+    return result
+
+
+def questions_of(rows: Iterable[Json]) -> Iterator[str]:
+    """What rows of a dataset ask."""
+    for row in rows:
+        yield task_of(row["messages"][: row["prompt_messages"]]).text
+
+
+def notes(rows: Mapping[str, int | None]) -> list[str]:
+    """What `rows_by_exam` found, in words."""
+    result: list[str] = []
+    for name, number in rows.items():
+        if number is None:
+            result.append(f"exam:{name} is locked: the rows were not searched for its tasks")
+        elif number:
+            what = f"CONTAMINATED: {number} rows ask what exam:{name} asks"
+            result.append(f"{what}, so it says little of a model that learns from them")
+    return result

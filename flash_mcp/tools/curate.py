@@ -9,7 +9,7 @@ from typing import Annotated, Literal, cast
 from anyio.to_thread import run_sync
 from pydantic import Field
 
-from flash_mcp.exam import search
+from flash_mcp.exam import exams as sealed
 from flash_mcp.judgement import curation
 from flash_mcp.judgement.curation import (
     Counts,
@@ -169,7 +169,7 @@ def _of_rows(
     if name is None:
         train, _, counts, origin = split_conversations(runs[0], plan.holdout, question, answer)
         notes = [str(origin)] if origin else []
-        notes += search.notes(search.rows_by_exam(home(), search.questions_of(train)))
+        notes += sealed.notes(sealed.rows_by_exam(home(), sealed.questions_of(train)))
         preview, problem = preview_by_default(train, counts.model_dump())
         if problem:
             notes.append(problem)
@@ -178,7 +178,7 @@ def _of_rows(
         )
     kept = keep_conversations(runs[0], plan.holdout, question, answer, name)
     notes = [kept.manifest["source"]["said"]] if "source" in kept.manifest else []
-    notes += search.notes(search.rows_by_exam(home(), search.questions_of(kept.rows())))
+    notes += sealed.notes(sealed.rows_by_exam(home(), sealed.questions_of(kept.rows())))
     return Curate(
         dataset=kept.reference,
         path=str(kept.path),
@@ -201,8 +201,8 @@ async def _curated(runs: Sequence[str], plan: CurationPlan, name: str | None) ->
     await report("reading attempts")
     attempts = [_attempts_of(store, reference, plan.source) for reference in runs]
     curated = await run_sync(_select, attempts, plan, held_out, abandon_on_cancel=True)
-    questions = search.questions_of(attempt.row() for attempt in curated.train)
-    exams = await run_sync(search.rows_by_exam, store.base, questions)
+    questions = sealed.questions_of(attempt.row() for attempt in curated.train)
+    exams = await run_sync(sealed.rows_by_exam, store.base, questions)
     held_back = [_example("holdout", attempt) for attempt in curated.holdout[:1]]
     chosen = curated.train[: EXAMPLES - len(held_back)]
     examples = [_example("train", attempt) for attempt in chosen]
@@ -210,7 +210,7 @@ async def _curated(runs: Sequence[str], plan: CurationPlan, name: str | None) ->
         environment=rows[0].environment_reference,
         models=sorted({row.model for row in rows}),
         counts=curated.counts,
-        notes=[*_notes(curated, plan, held_out), *search.notes(exams)] or None,
+        notes=[*_notes(curated, plan, held_out), *sealed.notes(exams)] or None,
         examples=[*examples, *held_back],
         next=KEEP,
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from flash_mcp.cli import follow, main, run_commands
+from flash_mcp.cli import follow, main
 from flash_mcp.protocol.run_files import Beat
 from flash_mcp.state import queue
 from flash_mcp.state.store import open_store
@@ -73,7 +73,7 @@ def test_logs_print_what_comes_after_what_was_printed_until_the_run_has_ended(tm
             queue.finish(open_store(), run.id, run.attempt, "succeeded")
 
     next_tail(0)
-    monkeypatch.setattr(run_commands, "time", SimpleNamespace(sleep=next_tail))
+    monkeypatch.setattr(follow, "time", SimpleNamespace(sleep=next_tail))
     assert main.main(["logs", run.id, "--follow"]) == 0
     assert capsys.readouterr().out == "".join(printed)
     waits = queued_run(tmp_path)

@@ -21,8 +21,7 @@ from flash_mcp.state.references import REGRESSION_FOLDER
 from flash_mcp.state.serving import request
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.curate import read_attempts
-from flash_mcp.tools.shared.headline import headline
-from flash_mcp.tools.shared.run_view import view_of
+from flash_mcp.tools.shared.run_view import headline, view_of
 from tests.calls import call
 from tests.places import ROOT
 from tests.samples import (

@@ -27,9 +27,9 @@ from environments.same_task import kind_of
 from environments.sandbox.needs import Needs
 from flash_mcp import __version__
 from flash_mcp.cli import follow
+from flash_mcp.cli.follow import write_file
 from flash_mcp.cli.output import answer
 from flash_mcp.cli.parsing import JSON, Arguments, Command, option, repeated
-from flash_mcp.cli.run_commands import write_file
 from flash_mcp.extensions.certificate import signing
 from flash_mcp.protocol import extensions
 from flash_mcp.protocol.errors import FlashError

@@ -35,10 +35,9 @@ from flash_mcp.state.schema import RolloutOrder
 from flash_mcp.state.store import Store
 from flash_mcp.tools.catalog import catalog
 from flash_mcp.tools.rollouts import shared_opening
-from flash_mcp.tools.shared.headline import headline
 from flash_mcp.tools.shared.resolve import adapter_name, differing_values
 from flash_mcp.tools.shared.rows import Preview, folder_of, preview_by_default
-from flash_mcp.tools.shared.run_view import RunView, view_of
+from flash_mcp.tools.shared.run_view import RunView, headline, view_of
 
 SPARK_POINTS = 24
 RUNS = 25

@@ -19,9 +19,8 @@ from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Rollout, Run, Try
 from flash_mcp.state.owners import caller
 from flash_mcp.state.store import Store
 from flash_mcp.tools.rollouts import shared_opening
-from flash_mcp.tools.shared.headline import headline
 from flash_mcp.tools.shared.next_steps import next_of
-from flash_mcp.tools.shared.run_view import RunView, report_on, view_of
+from flash_mcp.tools.shared.run_view import RunView, headline, report_on, view_of
 from flash_mcp.tools.shared.scores import conversation, last_prompt
 
 TRAIN_STEPS = 5

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from environments.sandbox.needs import FILE as NEEDS_FILE
 from environments.sandbox.needs import PLAYS_OUTSIDE, Needs
-from flash_mcp.exam import search
+from flash_mcp.exam import exams
 from flash_mcp.judgement import health, statistics
 from flash_mcp.judgement.attempts import DEFAULT_MAX_LENGTH
 from flash_mcp.judgement.health import Metrics
@@ -91,7 +91,7 @@ def _of_tasks(plan: Plan) -> list[str]:
             notes.append(f"its rollouts wait for agents outside: {PLAYS_OUTSIDE}")
         if contamination := contamination_note(part.probe.shared[0]):
             notes.append(contamination)
-        notes += search.notes(part.probe.exams)
+        notes += exams.notes(part.probe.exams)
     room = spec.max_length or DEFAULT_MAX_LENGTH
     prompt_tokens = plan.probe.prompt_tokens
     if spec.algorithm != "sft" and prompt_tokens + spec.max_tokens > room:

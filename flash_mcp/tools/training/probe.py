@@ -18,8 +18,7 @@ from environments.process.host import EnvironmentFault, EnvironmentHost
 from environments.same_task import SameTasks, task_of
 from environments.sandbox.needs import Needs
 from environments.untrusted_text import plain_name
-from flash_mcp.exam import search
-from flash_mcp.exam.exams import exams as known_exams
+from flash_mcp.exam import exams as sealed
 from flash_mcp.protocol.base_models import ModelCard
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import home
@@ -46,7 +45,7 @@ class Probed:
     evaluated: int = 0
     """Tasks of one evaluation."""
     exams: Mapping[str, int | None] = field(default_factory=dict[str, int | None])
-    """Rows that ask what an exam asks (flash_mcp.exam.search.rows_by_exam)."""
+    """Rows that ask what an exam asks (flash_mcp.exam.exams.rows_by_exam)."""
 
     @property
     def overlap(self) -> Json | None:
@@ -118,12 +117,12 @@ async def probe(
         if dataset:
             await _check_contamination(host, spec, environment, dataset)
         exams: dict[str, int | None] = {}
-        if known_exams(home()):
+        if sealed.exams(home()):
             if dataset:
-                questions = search.questions_of(dataset.rows())
+                questions = sealed.questions_of(dataset.rows())
             else:
                 questions = (task.text for task in await read_prompts(host, "train"))
-            exams = await run_sync(search.rows_by_exam, home(), questions)
+            exams = await run_sync(sealed.rows_by_exam, home(), questions)
         splits = dict(host.splits)
         shared = await overlap(host)
     if spec.evaluates and not splits.get("eval"):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from flash_mcp.cli.run_commands import _after  # pyright: ignore[reportPrivateUsage]
+from flash_mcp.cli.follow import _after  # pyright: ignore[reportPrivateUsage]
 from flash_mcp.extensions.gateway.player import Player
 from flash_mcp.protocol.errors import FlashError
 

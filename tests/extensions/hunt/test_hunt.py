@@ -8,8 +8,7 @@ import pytest
 
 from environments.process.host import EnvironmentHost
 from flash_mcp.extensions.hunt import search as hunting
-from flash_mcp.extensions.hunt.search import Hunt, hunt
-from flash_mcp.extensions.hunt.source_texts import folder_texts, source_texts
+from flash_mcp.extensions.hunt.search import Hunt, folder_texts, hunt, source_texts
 from flash_mcp.tools.starters import Template, env_setup
 from tests.folders import environment_folder
 from tests.hunt_suite import CLEAN, NAMED, PLANTED, TASKS, many
