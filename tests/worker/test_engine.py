@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import pytest
 import torch
@@ -97,17 +97,10 @@ def asynchronous_core() -> Iterator[None]:
 class NoStream:
     """A stream or an event of CUDA where everything runs in order."""
 
-    def __init__(self, **_: Any) -> None:
+    def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
-    def wait_stream(self, _: Any) -> None:
-        pass
-
-    def record(self) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
+    wait_stream = record = synchronize = __init__
 
 
 @pytest.fixture
@@ -589,12 +582,42 @@ def test_no_adapter_is_gathered_for_a_token(by_adapter: VllmEngine, policy: Any,
 
 
 @pytest.mark.cpu
+@pytest.mark.parametrize(
+    ("tokens", "running", "threads"),
+    [((1,) * 40, 1, 2), ((15,), 1, 2), ((1, 16), 1, 6), ((99,), 3, 4), ((99,), 5, 2), ((99,), 40, 2), ((99,), 0, 6)],
+)
+def test_a_prompt_takes_the_idle_cores_and_other_steps_half_of_all(
+    tokens: tuple[int, ...], running: int, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from worker.engine import lora_cpu  # noqa: PLC0415
+
+    load = tmp_path / "loadavg"
+    load.write_text(f"0.00 0.00 0.00 {running}/250 18058\n")
+    monkeypatch.setattr(lora_cpu, "LOAD", load)
+    monkeypatch.setattr(lora_cpu.CPUWorker, "execute_model", lambda self, step: torch.get_num_threads())
+    worker = object.__new__(lora_cpu.LoraWorker)
+    before = torch.get_num_threads()
+    worker._threads = 2
+    worker.vllm_config = SimpleNamespace(additional_config={lora_cpu.PROMPT_THREADS: 6})
+    step = SimpleNamespace(num_scheduled_tokens=dict(enumerate(tokens)))
+    try:
+        assert worker.execute_model(step) == threads
+    finally:
+        cast(Any, torch)._C.set_num_threads(before)
+
+
+@pytest.mark.cpu
 def test_a_server_on_the_cpu_uses_the_same_worker(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from worker.engine import serve  # noqa: PLC0415
 
     with monkeypatch.context() as patch:
         patch.setattr(serve.os, "environ", {})
+        patch.setattr(serve.psutil, "cpu_count", lambda logical: 6)
+        patch.setattr(serve.os, "sched_getaffinity", lambda pid: set(range(5)))
         command = serve.server_command(str(tiny_model), tiny_model, 1, RANK)
+        assert serve.os.environ["OMP_NUM_THREADS"] == "2"  # from now on as if the user had set it
+        assert "--additional-config" not in serve.server_command(str(tiny_model), tiny_model, 1, RANK)
+    assert json.loads(command[command.index("--additional-config") + 1]) == {"prompt_threads": 5}
     assert command[command.index("--worker-cls") + 1] == "worker.engine.lora_cpu.LoraWorker"
     assert command[command.index("--max-lora-rank") + 1] == "16"
     assert command[command.index("--generation-config") + 1] == "vllm"  # as the engine of training

@@ -13,6 +13,7 @@ Axes: N tokens, I inputs, O outputs, R rank, S slots of adapters, V vocabulary."
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -22,6 +23,10 @@ from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from worker.engine.text_models import PROMPT_THREADS
+
+PROMPT_TOKENS = 16
+LOAD = Path("/proc/loadavg")
 Groups = Sequence[tuple[int, slice | Tensor]]
 """(slot, rows) of each adapter of a batch."""
 
@@ -80,7 +85,8 @@ class GroupedPunicaWrapper(PunicaWrapperCPU):
 
 
 class LoraWorker(CPUWorker):
-    """vLLM's CPU worker with the wrapper above."""
+    """vLLM's CPU worker with the wrapper above. A step that computes a prompt takes up to
+    `additional_config[PROMPT_THREADS]` threads, as far as cores have nothing else to do."""
 
     def load_model(self, **kwargs: Any) -> None:
         # A call of PyTorch's bf16 matmul takes 20 us whatever its size, one of fp32 takes 2.
@@ -89,6 +95,20 @@ class LoraWorker(CPUWorker):
         wrapper = f"{__name__}.{GroupedPunicaWrapper.__name__}"
         cast(Any, CpuPlatform).get_punica_wrapper = classmethod(lambda cls: wrapper)
         super().load_model(**kwargs)
+        self._threads = torch.get_num_threads()
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        threads = self._threads
+        most: int = cast(Any, self.vllm_config).additional_config.get(PROMPT_THREADS, threads)
+        if most > threads:
+            tokens = max(scheduler_output.num_scheduled_tokens.values(), default=0)
+            # One token of each conversation gains nothing by more threads, and threads that share
+            # a core with others wait for each other at every product.
+            if tokens >= PROMPT_TOKENS:
+                running = int(LOAD.read_text().split()[3].split("/")[0])  # with this thread
+                threads = max(threads, min(most, most + 1 - running))
+            cast(Any, torch)._C.set_num_threads(threads)  # vLLM replaces torch.set_num_threads
+        return super().execute_model(scheduler_output)
 
 
 def _groups(slots_N: Tensor) -> Groups:

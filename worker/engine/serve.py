@@ -28,7 +28,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.packages import engine_missing
 from flash_mcp.protocol.spec import Precision
 from worker.engine.fetch import ensure
-from worker.engine.text_models import CPU_LORA_WORKER, UTILIZATION, room_for_rank
+from worker.engine.text_models import CPU_LORA_WORKER, PROMPT_THREADS, UTILIZATION, room_for_rank
 from worker.model_files import ModelFiles
 from worker.process import CARDS, COMPUTES_IN, MODEL_FOLDER, spin_shortly
 
@@ -165,10 +165,13 @@ def _set_for_cpu(flags: list[str], options: dict[str, Any]) -> None:
     os.environ["TORCH_COMPILE_DISABLE"] = "1"
     # Else vLLM computes in a process of its own, which imports vLLM once more.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    # Unbound, and half of the cores: a run may train at the same time.
+    # Unbound, and half of the cores: a run may train at the same time. While none does, prompts
+    # take them all.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    cores = psutil.cpu_count(logical=False) or 2
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // 2)))
+    cores = min(psutil.cpu_count(logical=False) or 2, len(os.sched_getaffinity(0)))
+    if "OMP_NUM_THREADS" not in os.environ:
+        os.environ["OMP_NUM_THREADS"] = str(max(1, cores // 2))
+        options["additional-config"] = json.dumps({PROMPT_THREADS: cores})
     spin_shortly()
 
 

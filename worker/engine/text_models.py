@@ -77,6 +77,7 @@ def _stand_ins() -> Generator[None]:
 # the server.
 
 CPU_LORA_WORKER = "worker.engine.lora_cpu.LoraWorker"
+PROMPT_THREADS = "prompt_threads"
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks that vLLM supports; an adapter of a rank in between uses the next larger one."""
 UTILIZATION = 0.01
