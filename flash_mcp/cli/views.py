@@ -19,14 +19,15 @@ from flash_mcp.state.disk import in_words
 from flash_mcp.tools.checkpoints import CheckpointList
 from flash_mcp.tools.environments import EnvTest
 from flash_mcp.tools.rollouts import Rollouts, RolloutView
-from flash_mcp.tools.shared.scores import ByLabel, Scores
+from flash_mcp.tools.shared.run_view import headline
+from flash_mcp.tools.shared.scores import Scores
 from flash_mcp.tools.status import RunLine, Status
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from flash_mcp.judgement.health import Trend
-    from flash_mcp.tools.shared.run_view import HeldOut, RunView, headline
+    from flash_mcp.tools.shared.run_view import HeldOut, RunView
 
 
 Style = Literal["bold", "dim", "good", "bad", "warn"]
@@ -277,35 +278,28 @@ def _numbers(page: Page, view: RunView) -> None:
     page.prose(view.seeds)
     for line in view.exams or ():
         page.prose(line, label="exam       ")
-    if view.scores:
-        _scores(page, view.scores)
-    if view.by_label:
-        _by_label(page, view.by_label)
-
-
-def _by_label(page: Page, found: ByLabel) -> None:
-    page.line()
-    rows: list[list[Cell]] = []
-    for row in found.labels:
-        wrong = ", ".join(f"{answer} {count}" for answer, count in (row.taken_for or {}).items())
-        rows.append([row.label, str(row.n), percent(row.right), number(row.f1), wrong])
-    page.table(("LABEL", "N", "RIGHT", "F1", "TAKEN FOR"), rows)
-    balanced = f"{percent(found.balanced)} if each label were as common"
-    more = f"; {found.more} more labels" if found.more else ""
-    page.prose(f"Macro-F1 {number(found.macro_f1)}, {balanced}{more}.")
-    page.prose(found.baseline, label="baseline  ")
-    page.prose(found.few, "warn")
-
-
-def _scores(page: Page, scores: Scores) -> None:
-    page.line()
-    if scores.success is None:
-        page.prose(f"All {scores.errors} attempts failed in environment code.", "bad")
-        return
-    rates = [f"{name} {percent(share)}" for name, share in (scores.pass_at or {}).items()]
-    page.table(("TASKS", *COLUMNS), [[str(scores.tasks), *_measured(scores)]])
-    page.prose(", ".join(rates))
-    page.prose(scores.doubt, "warn")
+    if scores := view.scores:
+        page.line()
+        if scores.success is None:
+            page.prose(f"All {scores.errors} attempts failed in environment code.", "bad")
+        else:
+            page.table(("TASKS", *COLUMNS), [[str(scores.tasks), *_measured(scores)]])
+            rates = (scores.pass_at or {}).items()
+            page.prose(", ".join(f"{name} {percent(share)}" for name, share in rates))
+            page.prose(scores.doubt, "warn")
+    if by_label := view.by_label:
+        page.line()
+        labels: list[list[Cell]] = []
+        for row in by_label.labels:
+            taken_for = (row.taken_for or {}).items()
+            wrong = ", ".join(f"{answer} {count}" for answer, count in taken_for)
+            labels.append([row.label, str(row.n), percent(row.right), number(row.f1), wrong])
+        page.table(("LABEL", "N", "RIGHT", "F1", "TAKEN FOR"), labels)
+        balanced = f"{percent(by_label.balanced)} if each label were as common"
+        more = f"; {by_label.more} more labels" if by_label.more else ""
+        page.prose(f"Macro-F1 {number(by_label.macro_f1)}, {balanced}{more}.")
+        page.prose(by_label.baseline, label="baseline  ")
+        page.prose(by_label.few, "warn")
 
 
 def _trend(name: str, trend: Trend | None, form: Any) -> list[Cell]:
