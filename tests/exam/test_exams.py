@@ -62,9 +62,8 @@ def test_nothing_of_an_exam_lies_open_in_the_state_directory(folder: Path, flash
     sealing.unpack(sealing.unseal(key, sealed, exam.id), folder.parent / "opened")
     assert (folder.parent / "opened/environment.py").read_text() == ENVIRONMENT
     for wrong in (sealed[:-1] + bytes([sealed[-1] ^ 1]), sealed[:20], b""):
-        with pytest.raises(FlashError) as error:
+        with pytest.raises(FlashError, match=r"^\[exam_locked"):
             sealing.unseal(key, wrong, exam.id)
-        assert error.value.code == "exam_locked"
 
 
 def test_what_cannot_be_an_exam_is_refused_and_leaves_nothing(folder: Path, flash_home: Path) -> None:

@@ -198,9 +198,8 @@ def test_sealed_values_are_read_by_the_attempt_that_asked_for_them_alone() -> No
     sealed = seal(VALUES, json.loads(json.dumps(receiver.offer)), "run-1-1", TOKEN)
     assert b"pl4nted" not in sealed and receiver.open(sealed) == VALUES
     for other in (Receiver("run-1-1", TOKEN), Receiver("run-1-2", TOKEN)):
-        with pytest.raises(FlashError, match="cannot be opened") as caught:
+        with pytest.raises(FlashError, match=r"^\[secret_missing.*cannot be opened"):
             other.open(sealed)
-        assert caught.value.code == "secret_missing"
     for damaged in (sealed[:-1], b"", bytes([sealed[0] ^ 1]) + sealed[1:]):
         with pytest.raises(FlashError, match="cannot be opened"):
             receiver.open(damaged)

@@ -550,9 +550,8 @@ def test_deployments_have_a_limit_for_each_owner_here_and_on_targets(tmp_path, f
             made = [request(store, run.id, name=f"{owner}-{n}", target=target) for n in range(number)]
             assert request(store, run.id, name=f"{owner}-0", target=target).id == made[0].id
             if owner != "local":
-                with pytest.raises(FlashError, match=f"undeploy.'{made[0].id}'") as caught:
+                with pytest.raises(FlashError, match=rf"^\[quota_exceeded.*undeploy.'{made[0].id}'"):
                     request(store, run.id, name="another", target=target)
-                assert caught.value.code == "quota_exceeded"
 
 
 def test_the_local_owner_has_no_quota(tmp_path: Path):

@@ -140,9 +140,8 @@ def test_the_use_of_a_token_is_not_waited_for(store: Store) -> None:
 
 
 def test_an_unknown_run_names_the_nearest(store: Store, run_id: str) -> None:
-    with pytest.raises(FlashError, match=f"did you mean '{run_id}'") as error:
+    with pytest.raises(FlashError, match=rf"^\[unknown_run.*did you mean '{run_id}'"):
         store.run(run_id[:-1])
-    assert error.value.code == "unknown_run"
 
 
 def test_runs_are_listed_newest_first_in_pages_and_by_state(store: Store) -> None:
@@ -360,9 +359,8 @@ SLURM: dict[str, Any] = {"engine": "slurm", "storage": "/shared/flash"}
 
 def test_without_a_file_there_are_no_targets(tmp_path: Path) -> None:
     assert targets(tmp_path) == {}
-    with pytest.raises(FlashError, match="no target 'lab'") as caught:
+    with pytest.raises(FlashError, match=r"^\[unknown_target.*no target 'lab'"):
         find_target(tmp_path, "lab")
-    assert caught.value.code == "unknown_target"
 
 
 @pytest.mark.needs("engines")

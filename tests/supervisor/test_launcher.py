@@ -321,13 +321,15 @@ def answering(*answers: tuple[str, bytes]) -> Generator[str]:
 @pytest.mark.parametrize("engine", [RayLauncher, SkyLauncher])
 @pytest.mark.parametrize("status", ["200 OK", "302 Found", "504 Gateway Timeout"])
 def test_a_page_of_a_proxy_is_no_answer_of_the_engine(engine: type[ApiLauncher], status: str, monkeypatch):
-    handle = Handle("run-x-1", "7")
+    handle, page = Handle("run-x-1", "7"), (status, b"<html>Log in</html>")
     monkeypatch.setattr(SkyLauncher, "_list", lambda *_, **__: [])  # what comes before a launch
-    with answering((status, b"<html>Log in</html>")) as address, pytest.raises(FlashError) as caught:
+    with (
+        answering((status, b"<html>Log in</html>")) as address,
+        pytest.raises(FlashError, match=r"^\[target_unreachable"),
+    ):
         engine(address).submit(Launch("run-x", 1, SLEEPER, {}, None))
-    assert caught.value.code == "target_unreachable"
     if engine is RayLauncher:
-        with answering((status, b"<html>Log in</html>")) as address:
+        with answering(page) as address:
             assert engine(address).poll([handle])[handle.key].state == "unknown"
 
 
@@ -360,9 +362,8 @@ def test_all_targets_of_a_cluster_share_one_list_of_jobs_in_ten_seconds(harness:
 @pytest.mark.slow
 def test_options_that_slurm_refuses_are_an_error_with_its_words(cluster: None) -> None:
     launcher = SlurmLauncher(options=["--partition=nowhere"])
-    with pytest.raises(FlashError, match="invalid partition specified: nowhere") as caught:
+    with pytest.raises(FlashError, match=r"^\[target_refused.*invalid partition specified: nowhere"):
         launcher.submit(Launch("run-refused", 1, SLEEPER, {}, None))
-    assert caught.value.code == "target_refused"
 
 
 @pytest.mark.slow
@@ -680,6 +681,5 @@ def test_a_job_counts_as_cancelled_only_if_slurm_says_that_it_is_over(said: str,
     if is_over:
         launcher.cancel(handle)
         return
-    with pytest.raises(FlashError, match="refused") as caught:
+    with pytest.raises(FlashError, match=r"^\[target_refused.*refused"):
         launcher.cancel(handle)
-    assert caught.value.code == "target_refused"

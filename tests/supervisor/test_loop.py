@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -352,11 +353,9 @@ def test_a_run_whose_secret_is_missing_waits_and_lets_others_pass(bench: Bench) 
     assert bench.finish(bench.train()).state == "succeeded"
     assert (bench.store.run(run.id).state, bench.store.run(run.id).attempt) == ("queued", 0)
     bench.supervisor.vault.open()
-    try:
+    with closing(bench.supervisor.vault):
         assert give(bench.base, run.id, {"CALC_KEY_THAT_NOBODY_SET": "42"})
         assert bench.finish(run).state == "succeeded"
-    finally:
-        bench.supervisor.vault.close()
 
 
 @pytest.mark.parametrize("was_killed", [False, True])
@@ -386,15 +385,13 @@ def test_a_run_whose_secret_was_lost_while_it_ran_is_found_or_waits_without_its_
 def test_secrets_are_forgotten_when_a_run_ends_in_the_queue(bench: Bench) -> None:
     run = bench.train(secrets=["CALC_KEY_THAT_NOBODY_SET", "ANOTHER"])
     bench.supervisor.vault.open()
-    try:
+    with closing(bench.supervisor.vault):
         assert give(bench.base, run.id, {"ANOTHER": "42"})
         bench.supervisor.tick()
         assert bench.supervisor.vault.run_ids() == {run.id}
         queue.request_cancel(bench.store, run.id)
         bench.supervisor.tick()
         assert not bench.supervisor.vault.run_ids()
-    finally:
-        bench.supervisor.vault.close()
 
 
 @pytest.mark.parametrize("left", ["", "0 boot", "0 boot 17 (sh) R", "x y z"])

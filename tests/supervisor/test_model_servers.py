@@ -644,9 +644,8 @@ async def test_chats_of_one_owner_leave_the_model_servers_to_others(store: Store
             for who in (alice, alice, bob, LOCAL, LOCAL, LOCAL):
                 group.start_soon(say, who, "dep-bob" if who is bob else "dep-alice")
             waiting = [(await run_sync(hung.accept))[0] for _ in range(6)]
-            with pytest.raises(FlashError, match="2 chats of yours wait for their answers") as caught:
+            with pytest.raises(FlashError, match=r"^\[rate_limited.*2 chats of yours wait for their answers"):
                 await say(alice, "dep-alice")
-            assert caught.value.code == "rate_limited"
             group.cancel_scope.cancel()
         for connection in waiting:
             connection.close()

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncGenerator, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -258,7 +258,7 @@ def test_who_cannot_read_the_state_directory_changes_no_secret(tmp_path: Path, k
     """Environment code runs as the same user."""
     held = secrets.Vault(tmp_path)
     held.open()
-    try:
+    with closing(held):
         assert secrets.give(tmp_path, "run-1", {"KEY": "a"})
         assert (tmp_path / secrets.KEY).stat().st_mode & 0o077 == 0
         forged = {"run_id": "run-1", "names": ["KEY"], "values": {"KEY": "forged"}}
@@ -270,41 +270,34 @@ def test_who_cannot_read_the_state_directory_changes_no_secret(tmp_path: Path, k
             assert connection.recv(100) == b""
         assert held.values("run-1", ["KEY"]) == {"KEY": "a"}
         assert secrets.lacking(tmp_path, "run-1", ["KEY"]) == []  # it still answers
-    finally:
-        held.close()
 
 
 @pytest.mark.hostile("secrets")
 def test_one_that_says_nothing_holds_up_nobody_and_gets_no_more_time_for_each_letter(tmp_path: Path, monkeypatch):
     held = secrets.Vault(tmp_path)
     held.open()
-    with socket.socket(socket.AF_UNIX) as silent, socket.socket(socket.AF_UNIX) as slow:
-        try:
-            silent.connect(str(tmp_path / secrets.NAME))
-            assert secrets.give(tmp_path, "run-1", {"KEY": "a"})
-            monkeypatch.setattr(secrets, "TIMEOUT_S", 0.5)
-            slow.connect(str(tmp_path / secrets.NAME))
-            with pytest.raises(OSError):
-                for _ in range(10_000):
-                    slow.sendall(b" ")
-                    time.sleep(0.05)  # a letter comes before any time limit of one read
-        finally:
-            held.close()
+    with socket.socket(socket.AF_UNIX) as silent, socket.socket(socket.AF_UNIX) as slow, closing(held):
+        silent.connect(str(tmp_path / secrets.NAME))
+        assert secrets.give(tmp_path, "run-1", {"KEY": "a"})
+        monkeypatch.setattr(secrets, "TIMEOUT_S", 0.5)
+        slow.connect(str(tmp_path / secrets.NAME))
+        with pytest.raises(OSError):
+            for _ in range(10_000):
+                slow.sendall(b" ")
+                time.sleep(0.05)  # a letter comes before any time limit of one read
 
 
 def test_values_are_the_runs_own_and_gone_when_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KEY", raising=False)
     held = secrets.Vault(tmp_path)
     held.open()
-    try:
+    with closing(held):
         assert secrets.lacking(tmp_path, "run-1", ["KEY"]) == ["KEY"]
         assert secrets.give(tmp_path, "run-1", {"KEY": "a"}) and secrets.give(tmp_path, "run-2", {"KEY": "b"})
         assert (held.values("run-1", ["KEY"]), held.values("run-2", ["KEY"])) == ({"KEY": "a"}, {"KEY": "b"})
         held.forget("run-1")
         assert secrets.lacking(tmp_path, "run-1", ["KEY"]) == ["KEY"]
         assert secrets.lacking(tmp_path, "run-2", ["KEY"]) == []
-    finally:
-        held.close()
     assert secrets.lacking(tmp_path, "run-2", ["KEY"]) == ["KEY"] and not any(tmp_path.iterdir())
 
 

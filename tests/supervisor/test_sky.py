@@ -138,9 +138,8 @@ def test_a_job_asks_for_the_memory_that_the_weights_of_its_model_need() -> None:
     """Two copies of 7 billion parameters of 2 bytes, which take 85% of the card."""
     assert resources_of("o/m-7B", {}, {"use_spot": True}) == {"use_spot": True, "accelerators": "31GB+:1"}
     assert resources_of("o/m-7B", {}, {"accelerators": NO_CARDS, "cpus": "8+"}) == {"cpus": "8+"}
-    with pytest.raises(FlashError, match="accelerators") as caught:
+    with pytest.raises(FlashError, match=r"^\[target_refused.*accelerators"):
         resources_of("o/who-knows", {}, {})
-    assert caught.value.code == "target_refused"
     assert resources_of("o/who-knows", {}, {"accelerators": "L4"}) == {"accelerators": "L4:1"}
 
 

@@ -287,9 +287,8 @@ def test_the_columns_of_common_datasets_make_one_question(tmp_path, row: dict[st
 )
 def test_answers_to_choose_in_another_form_are_refused(tmp_path: Path, options: Any) -> None:
     rows = [{"question": f"Which {number}?", "options": options, "answer": "B"} for number in range(12)]
-    with pytest.raises(FlashError, match="row 1: the answers to choose are ") as caught:
+    with pytest.raises(FlashError, match=r"^\[invalid_argument.*row 1: the answers to choose are "):
         tasks_of(tmp_path, rows)
-    assert caught.value.code == "invalid_argument"
     with pytest.raises(FlashError, match="row 1: the answers to choose are "):
         read_conversations(str(tmp_path / "rows.jsonl"))
     if isinstance(options, str):

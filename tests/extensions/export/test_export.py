@@ -165,9 +165,8 @@ def test_a_file_that_holds_another_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "files").mkdir()
     prompts = [[{"role": "user", "content": "What is 3 + 4?"}]]
     job = ExportJob(kind="gguf-f16", name="tiny", model=str(base), folder=tmp_path / "files", prompts=prompts)
-    with pytest.raises(FlashError, match="another model") as caught:
+    with pytest.raises(FlashError, match=r"^\[export_unsupported.*another model"):
         worker.extensions.export.program.export(job)
-    assert caught.value.code == "export_unsupported"
     with pytest.raises(FlashError, match="there is no adapter to write"):
         worker.extensions.export.program.export(job.model_copy(update={"kind": "adapter"}))
 
