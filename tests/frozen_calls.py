@@ -48,7 +48,7 @@ REPLACEMENTS: dict[str, tuple[str, str]] = {
     "where the command is": (r"`/[^`]*/flash-mcp ", "`flash-mcp "),
     "what is free on the disk": (r"[\d.]+ [MG]B free", "<size> free"),
     "what a traceback points at, which each Python shows otherwise": (r', "\| +[~^]+"', ""),
-    "how busy the machine is": (r"; the machine is busy now[^\";]* times as long", ""),
+    "how busy the machine is": (r"; the machine is busy [^\";]* times as long", ""),
     "where an environment lies before it is published": (r"\.staged-\w+", "<staged>"),
 }
 

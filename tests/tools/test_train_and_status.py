@@ -309,7 +309,7 @@ async def test_the_time_is_that_of_an_earlier_run_of_the_kind_or_a_guess_from_an
     assert RunTime(seconds=40, basis="").priced(open_store(), two, None).cost == 2.0
 
 
-@pytest.mark.parametrize(("load", "word"), [(2.9, ""), (9.0, "busy now, load 9 on 2 processors: it may take 4 times")])
+@pytest.mark.parametrize(("load", "word"), [(2.9, ""), (9.0, "busy (load 9 on 2 processors): perhaps 4 times")])
 async def test_the_time_says_that_the_machine_is_busy(tmp_path: Path, monkeypatch, load: float, word: str):
     finished_run(tmp_path)
     monkeypatch.setattr("psutil.getloadavg", lambda: (load, load, load))

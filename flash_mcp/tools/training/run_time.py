@@ -59,10 +59,10 @@ class RunTime(ResultModel):
         work keeps this machine busy.
         """
         load, processors = psutil.getloadavg()[0], psutil.cpu_count() or 1
-        busy = f"the machine is busy now, load {load:.0f} on {processors} processors"
         is_told = "the machine is busy" in self.basis
         if spec.target == LOCAL_TARGET and load > BUSY_LOAD * processors and not is_told:
-            self.basis += f"; {busy}: it may take {load / processors:.0f} times as long"
+            busy = f"the machine is busy (load {load:.0f} on {processors} processors)"
+            self.basis += f"; {busy}: perhaps {load / processors:.0f} times as long"
         price = price_per_hour
         if price is None:
             price = costs.price_of_hour(store.base, spec.target).price_per_hour
