@@ -192,14 +192,12 @@ def save_adapter(
     writer.commit_checkpoint(step, folder, {"reward/mean": 0.5, "success/rate": 0.4})
 
 
-def finished_run(
-    folder: Path, *, before: int = 20, solved: int = 90, saved: Iterable[int] = (10, 20), **fields: Any
-) -> Run:
-    """A run of 20 steps that went from `before` to `solved` percent on held-out examples, with two checkpoints."""
-    run, writer = started_run(folder / "environment", **fields)
-    evaluate(writer, 0, before)
+def finished_run(folder: Path, *, solved: int = 90) -> Run:
+    """A run of 20 steps that went from 20 to `solved` percent on held-out examples, with two checkpoints."""
+    run, writer = started_run(folder / "environment")
+    evaluate(writer, 0, 20)
     learn(writer, range(1, 21))
-    for step in saved:
+    for step in (10, 20):
         save_adapter(writer, step, folder)
     evaluate(writer, 20, solved)
     return end(writer, run.id, 20)

@@ -397,12 +397,8 @@ def test_a_client_over_stdio_that_vanishes_is_an_end_and_no_failure(flash_home: 
 
 @pytest.mark.slow
 async def test_the_module_runs_under_the_sdks_own_command(flash_home: Path):
-    command = StdioServerParameters(
-        command=str(Path(sys.executable).with_name("mcp")),
-        args=["run", "flash_mcp/server/mcp_server.py"],
-        env={"FLASH_HOME": str(flash_home)},
-        cwd=ROOT,
-    )
+    mcp, words = str(Path(sys.executable).with_name("mcp")), ["run", "flash_mcp/server/mcp_server.py"]
+    command = StdioServerParameters(command=mcp, args=words, env={"FLASH_HOME": str(flash_home)}, cwd=ROOT)
     with anyio.fail_after(START_TIMEOUT_S):
         async with Client(command) as client:
             assert "no runs yet" in body_of(await client.call_tool("status", {}))["next"]

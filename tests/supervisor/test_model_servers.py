@@ -753,11 +753,7 @@ async def test_a_checkpoint_is_deployed_talked_to_and_undeployed(vllm_store: Sto
     both = await chat(message="hello", side_by_side=True, max_tokens=32)
     assert both.base and both.adapter.text.count("Z") > 20 > both.base.text.count("Z")
     assert both.adapter.completion_tokens == 32 and both.adapter.finish == "length"
-    talk = [
-        Message(role="user", content="a"),
-        Message(role="assistant", content="b"),
-        Message(role="user", content="c"),
-    ]
+    talk = [Message(role=role, content=text) for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"))]
     assert (await chat(first.deployment, messages=talk, max_tokens=4)).adapter.prompt_tokens > 20
     with pytest.raises(FlashError, match=r"^\[prompt_too_long"):
         await chat(message="x" * 5000)

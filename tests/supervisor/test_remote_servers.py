@@ -312,9 +312,8 @@ def test_a_server_takes_no_slot_and_is_in_no_list_of_runs(bench: Bench, asked: D
 
 def started_run_on(bench: Bench, target: str) -> Run:
     (bench.home / "logs").mkdir()
-    environment = bench.store.add_environment(
-        name="calc", digest="abcdef123456", path=str(bench.home / "logs"), size_bytes=1
-    )
+    path = str(bench.home / "logs")
+    environment = bench.store.add_environment(name="calc", digest="abcdef123456", path=path, size_bytes=1)
     spec = RunSpec.model_validate({"environment": "calc", "target": target})
     return queue.enqueue(bench.store, resolve(spec), environment)[0]
 

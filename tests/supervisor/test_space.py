@@ -292,15 +292,8 @@ def test_attempts_that_a_full_disk_ended_are_not_counted(bench: Bench) -> None:
 
 
 def command_line(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "flash_mcp.cli", *words],
-        cwd=ROOT,
-        env={**os.environ, "FLASH_HOME": str(home)},
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-        check=False,
-    )
+    command, env = [sys.executable, "-m", "flash_mcp.cli", *words], {**os.environ, "FLASH_HOME": str(home)}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert "Traceback" not in done.stderr, done.stderr
     return done
 

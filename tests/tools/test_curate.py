@@ -226,9 +226,7 @@ async def test_attempts_in_different_environments_are_not_pooled(client: Client,
 
 
 @pytest.mark.slow
-async def test_a_run_is_pinned_to_its_dataset_and_one_that_does_not_fit_is_refused(
-    client: Client, tmp_path: Path
-) -> None:
+async def test_a_run_is_pinned_to_its_dataset_and_one_that_does_not_fit_is_refused(client: Client, tmp_path: Path):
     kept = (await curated(client, runs=[recorded(solved()).id], name="right"))["dataset"]
     fields = {"environment": "numbers", "algorithm": "sft", "dataset": "right", "batch_size": 2, "epochs": 3}
     started = body_of(await client.call_tool("train", fields))

@@ -99,12 +99,7 @@ def test_the_model_card_has_lineage_and_held_out_figures_with_intervals(run: Run
     ("name", "kind"), [("f16", gguf.GGMLQuantizationType.F16), ("q8_0", gguf.GGMLQuantizationType.Q8_0)]
 )
 def test_a_gguf_file_has_weights_tokenizer_and_template(
-    run: Run,
-    tmp_path: Path,
-    tiny_model: Path,
-    capsys: pytest.CaptureFixture,
-    name: str,
-    kind: gguf.GGMLQuantizationType,
+    run: Run, tmp_path: Path, tiny_model: Path, capsys, name: str, kind: gguf.GGMLQuantizationType
 ) -> None:
     folder = tmp_path / "gguf"
     written = export(capsys, run.id, "--format", f"gguf-{name}", "--to", folder)

@@ -241,16 +241,12 @@ def test_events_come_when_something_about_the_run_changes(team: Team, tmp_path: 
     assert said == "data: changed"
 
 
-def test_a_chat_with_nothing_says_what_there_is(team: Team) -> None:
+def test_a_chat_with_nothing_says_what_there_is_and_one_that_cannot_be_shown_is_a_page_with_the_error(team: Team):
     with signed_in(team, team.token("alice", "read")) as http:
         page = http.get("/ui/chat/dep-none").text
         assert "<textarea" in page and "There is no such deployment." in page
         answer = http.post("/ui/chat/dep-none", data={"message": "Hello"})
         assert answer.status_code == 404 and "unknown_deployment" in answer.text
-
-
-def test_a_chat_that_cannot_be_shown_is_a_page_with_the_error(team: Team) -> None:
-    with signed_in(team, team.token("alice", "read")) as http:
         open_store().execute("DROP TABLE main.deployments")
         answer = http.get("/ui/chat/dep-none")
     assert answer.status_code == 500 and "internal" in answer.text and "flash-mcp failed unexpectedly" in answer.text
@@ -284,8 +280,7 @@ def test_in_a_browser_a_page_follows_its_run(team: Team, tmp_path: Path, browser
     run, writer = learning_run(tmp_path, range(1, 3))
     give("alice", "alices")
     page = browser.new_page(viewport={"width": 380, "height": 800})
-    said: list[str] = []
-    asked: list[str] = []
+    said, asked = list[str](), list[str]()
     page.on("console", lambda message: said.append(message.text))
     page.on("pageerror", lambda error: said.append(str(error)))
     page.on("request", lambda request: asked.append(request.url))
@@ -315,6 +310,5 @@ def test_in_a_browser_a_page_follows_its_run(team: Team, tmp_path: Path, browser
     assert page.evaluate("document.querySelector('details').open")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     page.screenshot(path=tmp_path / "run.png", full_page=True)
-    assert said == []
-    assert all(address.startswith(team.url) for address in asked)
+    assert said == [] and all(address.startswith(team.url) for address in asked)
     page.close()
