@@ -239,7 +239,7 @@ class RunLife(RuleBasedStateMachine):
         super().__init__()
         self.scratch = tempfile.TemporaryDirectory()
         self.store = Store(Path(self.scratch.name))
-        self.run_id = enqueue(self.store, max_attempts=3)[0].id
+        self.run_id = enqueue(self.store, max_attempts=2)[0].id  # not the default
         self.state, self.attempt, self.cancel_wanted = "queued", 0, False
         self.last_words: Run | None = None
 
@@ -273,7 +273,7 @@ class RunLife(RuleBasedStateMachine):
     @rule(attempt=st.integers(0, 4))
     def requeue(self, attempt: int) -> None:
         taken = self.state in ("starting", "running") and attempt == self.attempt
-        allowed = taken and self.attempt < 3 and not self.cancel_wanted
+        allowed = taken and self.attempt < 2 and not self.cancel_wanted
         assert queue.requeue(self.store, self.run_id, attempt, LOST) == allowed
         if allowed:
             self.state = "queued"
