@@ -8,8 +8,7 @@ from tests.folders import environment_folder
 
 
 def test_the_candidates_hold_common_golds_all_golds_zeros_and_the_tags_of_the_prompt() -> None:
-    golds = [("12",), ("Yes",), ("Yes",), ("7", "8")]
-    found = candidates(golds, ["Answer in <answer>your answer</answer>."])
+    found = candidates([("12",), ("Yes",), ("Yes",), ("7", "8")], ["Answer in <answer>your answer</answer>."])
     assert found[0] == ("Yes",)
     for turns in (("7", "8"), ("12 Yes",), ("00",), ("<answer>Yes</answer>",)):
         assert turns in found

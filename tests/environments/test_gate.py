@@ -111,8 +111,7 @@ class Faulty(Doubling):
 async def test_what_is_wrong_with_the_answers_to_tool_calls_is_found(tmp_path: Path, fault: str) -> None:
     body, evidence, fix = TOOL_FAULTS[fault]
     source = DOUBLING + textwrap.indent(textwrap.dedent(body), " " * 8)
-    report = await check(environment_folder(tmp_path, source, returns="Faulty()"))
-    probe = failures(report)["tool_calls"]
+    probe = failures(await check(environment_folder(tmp_path, source, returns="Faulty()")))["tool_calls"]
     assert evidence in probe.evidence and fix in probe.fix
 
 
@@ -338,8 +337,7 @@ RANKING = """
 )
 @pytest.mark.usefixtures("in_this_process")
 async def test_a_group_is_scored_whatever_its_order_and_gold_above_junk(tmp_path: Path, reward: str, evidence: str):
-    source = RANKING.format(reward=reward)
-    report = await check(environment_folder(tmp_path, source))
+    report = await check(environment_folder(tmp_path, RANKING.format(reward=reward)))
     assert "groups" in [probe.name for probe in report.probes]
     failed = failures(report)
     assert set(failed) == ({"groups"} if evidence else set())

@@ -158,8 +158,7 @@ async def test_a_class_for_trl_is_played_by_its_methods_and_rewards(game: Path) 
         (tool,) = opening.tools
         assert tool["function"]["name"] == "guess" and tool["function"]["description"] == "Guess the number."
         for number, answer in ((-1, "Error: not negative"), (3, "right")):
-            guess = call("guess", f'{{"number": {number}}}')
-            step = await host.step(opening.episode, "", guess)
+            step = await host.step(opening.episode, "", call("guess", f'{{"number": {number}}}'))
             assert step.messages[0]["content"] == answer
         assert (await host.step(opening.episode, "It was 3.")).done
         won = await host.score(opening.episode)
@@ -219,8 +218,7 @@ async def test_a_sample_of_inspect_is_scored_by_inspect(installed: Callable[[str
 
 @pytest.mark.slow
 async def test_a_taskset_of_verifiers_is_played_by_an_agent(installed: Callable[[str], Path]) -> None:
-    args = {"name": "one agent"}
-    async with await EnvironmentHost.start(installed("verifiers"), args=args) as host:
+    async with await EnvironmentHost.start(installed("verifiers"), args={"name": "one agent"}) as host:
         opening = await host.open("train", 0)
         assert [message["role"] for message in opening.messages] == ["system", "user"] and opening.tools == []
         (sum_,) = re.findall(r"[-+\d ]*\d", opening.messages[-1]["content"])
@@ -249,12 +247,10 @@ async def test_a_shell_of_verifiers_runs_in_the_environment(installed: Callable[
 @pytest.mark.slow
 async def test_an_environment_of_openenv_is_a_taskset_of_verifiers(installed: Callable[[str], Path]) -> None:
     """All of it is of the two packages: the taskset, the server, and the environment."""
-    args = {"name": "openenv echo"}
-    async with await EnvironmentHost.start(installed("verifiers"), args=args) as host:
+    async with await EnvironmentHost.start(installed("verifiers"), args={"name": "openenv echo"}) as host:
         opening = await host.open("train", 0)
         assert "Echo environment ready!" in opening.messages[0]["content"]
         step = await host.step(opening.episode, "hello there")
         assert '"message_length": 11' in step.messages[0]["content"]
         assert (await host.step(opening.episode, "bye")).done
-        score = await host.score(opening.episode)
-        assert score.metrics["openenv_reward"] == pytest.approx(1.4)
+        assert (await host.score(opening.episode)).metrics["openenv_reward"] == pytest.approx(1.4)

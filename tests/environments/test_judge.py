@@ -33,8 +33,7 @@ def endpoint(reply, asked=None, status=200, after="0") -> Generator[str]:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             if asked is not None:
                 asked.append((self.path, self.headers["Authorization"], body))
-            prompt = body["messages"][0]["content"]
-            shown = re.findall(r"Answer \d+:\n<(\w+)>\n(.*?)\n</\1>", prompt, re.DOTALL)
+            shown = re.findall(r"Answer \d+:\n<(\w+)>\n(.*?)\n</\1>", body["messages"][0]["content"], re.DOTALL)
             answers = [text for _, text in shown]
             message = {"choices": [{"message": {"content": reply(answers)}}]}
             self.send_response(status if isinstance(status, int) else status(answers))

@@ -25,8 +25,7 @@ def test_a_task_is_known_in_other_words_and_under_another_system_message(text: s
     "text", [PEARS.replace("12", "13"), "What is 4 - 3?", "How many pears has Ben in Rome?", PEARS.replace("3", "-3")]
 )
 def test_another_task_is_not_taken_for_it(text: str) -> None:
-    known = SameTasks([TaskTexts(PEARS), TaskTexts("What is 3 - 4?")])
-    assert known.find(TaskTexts(text)) == []
+    assert SameTasks([TaskTexts(PEARS), TaskTexts("What is 3 - 4?")]).find(TaskTexts(text)) == []
 
 
 def test_a_long_instruction_does_not_make_tasks_the_same() -> None:

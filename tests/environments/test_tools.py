@@ -131,8 +131,7 @@ def test_every_call_of_a_turn_is_answered_and_a_turn_without_ends_the_episode() 
     calls = [
         call("search", {"query": "a"}, "1"), call("search", {"query": "a", "limit": 0}, "2"), call("nothing", {}, "3"),
     ]  # fmt: skip
-    turn = {"role": "assistant", "content": "", "tool_calls": calls}
-    result = Searcher().step_episode(task, [turn], "")
+    result = Searcher().step_episode(task, [{"role": "assistant", "content": "", "tool_calls": calls}], "")
     assert not result.done
     assert [(each["tool_call_id"], each["content"]) for each in result.messages] == [
         ("1", "a None new [] None"),
@@ -206,8 +205,7 @@ async def test_the_gold_conversations_of_the_example_earn_everything() -> None:
             opening = await host.open("eval", index)
             for message in await host.gold("eval", index):
                 if message["role"] == "assistant":
-                    calls = message.get("tool_calls", ())
-                    step = await host.step(opening.episode, message["content"], calls)
+                    step = await host.step(opening.episode, message["content"], message.get("tool_calls", ()))
             assert step.done
             score = await host.score(opening.episode)
             assert (score.reward, score.success) == (1.0, True)

@@ -117,16 +117,14 @@ class InProcess:
         episode = await AgentEpisode(self.agent, endpoint, call).new_episode(example)
         messages = await episode.start_episode(example)
         self.episodes[index] = (episode, example)
-        turns = episode.max_episode_turns(example)
-        return Opening(index, f"{index}", messages, turns, is_agent=True)
+        return Opening(index, f"{index}", messages, episode.max_episode_turns(example), is_agent=True)
 
     async def next_call(self, number: int) -> Any:
         episode, _ = self.episodes[number]
         return await episode.next_call() or ("max_turns" if episode.is_at_limit else "done")
 
     async def answer_call(self, number: int, call: int, text: str, calls: Any = (), usage: Any = NO_USAGE) -> None:
-        turn = {"role": "assistant", "content": text}
-        self.episodes[number][0].answer_call(call, turn, usage)
+        self.episodes[number][0].answer_call(call, {"role": "assistant", "content": text}, usage)
 
     async def refuse_call(self, number: int, call: int, code: str, what: str) -> None:
         self.episodes[number][0].refuse_call(call, code, what)
@@ -178,8 +176,7 @@ class Recorder(FakeEngine):
     def submit(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         super().submit(request_id, prompt_ids, sampling)
         wanted = self.wanted[request_id]
-        turns = self.turns.setdefault(tuple(prompt_ids), [])
-        turns.append((wanted.token_ids, wanted.logprobs))
+        self.turns.setdefault(tuple(prompt_ids), []).append((wanted.token_ids, wanted.logprobs))
 
 
 def test_the_trained_ids_of_agents_are_those_that_were_sampled(caplog: pytest.LogCaptureFixture) -> None:

@@ -411,8 +411,7 @@ def test_a_warm_start_begins_with_the_other_runs_adapter(whole_run: Any, tiny_mo
     ],
 )
 def test_a_run_that_cannot_start_ends_with_a_coded_error(tiny_model, tmp_path, fields, code, evidence) -> None:
-    model = Path(fields.pop("model", tiny_model))
-    run = make_run(tmp_path / "run", model, **fields)
+    run = make_run(tmp_path / "run", Path(fields.pop("model", tiny_model)), **fields)
     Attempt(run).ended()
     error = finished(run, "failed")["error"]
     values = str(error["values"]).replace("': ", "=").replace("'", "")

@@ -629,8 +629,7 @@ def test_a_server_on_the_cpu_uses_the_same_worker(tiny_model: Path, monkeypatch:
 def test_a_server_of_a_model_that_needs_a_gpu_is_refused_before_it_starts(tmp_path: Path, monkeypatch):
     from worker.engine import serve  # noqa: PLC0415
 
-    model = make_model("lfm2", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["serve", "--model", str(model), "--port", "1"])
+    monkeypatch.setattr(sys, "argv", ["serve", "--model", str(make_model("lfm2", tmp_path)), "--port", "1"])
     with pytest.raises(SystemExit) as caught:
         serve.main()
     error = json.loads(str(caught.value.code))
@@ -643,8 +642,7 @@ def test_a_server_takes_the_card_with_the_most_free_memory(tiny_model: Path, tmp
 
     free, chosen = [8 * 2**30, 20 * 2**30], []
     with monkeypatch.context() as patch:
-        variables = {"CUDA_VISIBLE_DEVICES": "3,5", "FLASH_DEVICE_LOCKS": str(tmp_path)}
-        patch.setattr(serve.os, "environ", variables)
+        patch.setattr(serve.os, "environ", {"CUDA_VISIBLE_DEVICES": "3,5", "FLASH_DEVICE_LOCKS": str(tmp_path)})
         said = {
             "is_available": lambda: True, "device_count": lambda: 2, "set_device": chosen.append,
             "mem_get_info": lambda card=None: (free[chosen[-1] if card is None else card], 24 * 2**30),
@@ -691,8 +689,7 @@ def test_a_server_takes_as_many_cards_as_the_model_needs(model_gib: int, cards: 
     assert held is not None and serve.use_cards(model_gib * 2**30, tmp_path / "home") == cards.count(",") + 1
     assert serve.os.environ["CUDA_VISIBLE_DEVICES"] == cards
     for number, name in enumerate("abcd"):
-        found = device_locks.users(f"GPU-card-{number}", tmp_path / "other")
-        assert bool(found) == (name in cards)
+        assert bool(device_locks.users(f"GPU-card-{number}", tmp_path / "other")) == (name in cards)
     os.close(held)
 
 
@@ -740,8 +737,7 @@ def test_of_answers_under_a_grammar_the_trained_log_probabilities_are_the_traine
         expected = torch.cat([both[0][:change], both[1][change:]])
         sampled = torch.tensor(answer.logprobs)
         assert answer.finish_reason == "stop" and answer.allowed is not None
-        text = tokenizer.decode(answer.token_ids, skip_special_tokens=True)
-        value = json.loads(text)
+        value = json.loads(tokenizer.decode(answer.token_ids, skip_special_tokens=True))
         assert isinstance(value, str) and 3 <= len(value) < 20, "bytes that are no UTF-8 count more"
         assert (sampled - expected).max() > 0.5, "the grammar decided here"
         mask, _ = trained(answer)
@@ -757,8 +753,7 @@ def test_a_token_is_trained_where_the_grammar_left_the_model_free() -> None:
     allowed = [0.0, nearly, math.log(0.9), -20.0]
     answer = Completion([5, 6, 7, 8], [-0.5, -1.0, -0.1, 0.0], "stop", allowed=allowed, has_grammar=True)
     assert trained(answer) == ([1, 1, 0, 0], [-0.5, -1.0 + nearly, 0.0, 0.0])
-    unknown = Completion([5, 6], [-0.5, -1.0], "stop", has_grammar=True)
-    assert trained(unknown) == ([0, 0], [0.0, 0.0])
+    assert trained(Completion([5, 6], [-0.5, -1.0], "stop", has_grammar=True)) == ([0, 0], [0.0, 0.0])
 
 
 LIMITS = [{"maxLength": 4}, {"minLength": 2}, {"minLength": 150, "maxLength": 260}, {"maxLength": 0}, {}]

@@ -82,8 +82,7 @@ def test_a_checkpoint_is_evaluated_with_its_adapter(tiny_model: Path, tiny_adapt
 
 @pytest.mark.cpu
 def test_an_evaluation_of_a_model_that_needs_a_gpu_is_refused(tmp_path: Path) -> None:
-    run = make_evaluation(tmp_path / "run", make_model("lfm2", tmp_path / "model"))
-    result = Attempt(run).ended()
+    result = Attempt(make_evaluation(tmp_path / "run", make_model("lfm2", tmp_path / "model"))).ended()
     assert result is not None and result["error"]["code"] == "model_unsupported", result
 
 

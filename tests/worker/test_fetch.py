@@ -188,8 +188,7 @@ def test_an_unreachable_hub_is_told_at_once_with_the_alternatives(tmp_path: Path
 
 
 def test_the_hub_id_of_the_default_model_leads_to_its_name(tmp_path: Path) -> None:
-    hub_id = "HuggingFaceTB/SmolLM2-135M-Instruct"
-    done = run_ensure(hub_id, HF_HOME=str(tmp_path))
+    done = run_ensure("HuggingFaceTB/SmolLM2-135M-Instruct", HF_HOME=str(tmp_path))
     assert "Fix: use smollm2-135m-instruct, the same model" in done.stderr
 
 

@@ -28,8 +28,7 @@ def test_groups_are_counted_by_what_they_can_teach():
     solved = [rollout("a", 1.0, success=True), rollout("b", 1.0, success=True)]
     mixed = [rollout("a", 1.0, success=True), rollout("b", 0.2)]
     partial = [rollout("a", 0.2), rollout("b", 0.0)]
-    hopeless = [rollout("a", 0.0), rollout("b", 0.0)]
-    found = summarize([solved, mixed, partial, hopeless])
+    found = summarize([solved, mixed, partial, [rollout("a", 0.0), rollout("b", 0.0)]])
     assert found["groups/uniform_share"] == 0.5 and found["groups/solved_share"] == 0.25
     assert found["groups/unsolved_share"] == 0.5 and found["groups/zero_share"] == 0.25
     assert found["success/rate"] == 3 / 8
@@ -79,8 +78,7 @@ def test_the_age_of_a_step_is_that_of_its_tokens():
 
 def test_rollouts_that_the_environment_failed_count_for_nothing_but_the_errors():
     group = [rollout("a", 1.0, success=True), rollout("a", 0.0, failed=True)]
-    broken = [rollout("a", 0.0, failed=True), rollout("b", 0.0, failed=True)]
-    found = summarize([group, broken])
+    found = summarize([group, [rollout("a", 0.0, failed=True), rollout("b", 0.0, failed=True)]])
     assert (found["groups/solved_share"], found["groups/zero_share"], found["rollouts/repeated_share"]) == (
         1.0, 0.0, 0.0,
     )  # fmt: skip

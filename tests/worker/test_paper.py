@@ -25,8 +25,7 @@ def test_attention_is_counted_as_it_is_computed(prompt: int, lengths: list[int])
     def tensor(count: int) -> torch.Tensor:
         return torch.empty(prompt + sum(lengths), count, size, dtype=torch.bfloat16, device="meta", requires_grad=True)
 
-    own = paper._flash_flops([prompt, *lengths])
-    with FlopCounterMode(display=False, custom_mapping=own) as counted:
+    with FlopCounterMode(display=False, custom_mapping=paper._flash_flops([prompt, *lengths])) as counted:
         out = attention._Flash.apply(tensor(heads), tensor(kv_heads), tensor(kv_heads), rows, 0.1, None)
         out.sum().backward()
     pairs = sum(length**2 / 2 for length in (prompt, *lengths)) + prompt * sum(lengths)

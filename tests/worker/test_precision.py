@@ -95,8 +95,7 @@ def test_the_precision_of_a_run_is_what_was_asked_for_or_what_its_first_attempt_
     writer = RunWriter(run, 2)
     spec: Any = resolve(RunSpec(environment="e", model=str(tiny_model))).spec
     spec = SimpleNamespace(**dict(spec), precision=asked)
-    model = load_model({}, spec, writer, Heartbeat(writer), trains=False)
-    assert model.dtype == getattr(torch, chosen)
+    assert load_model({}, spec, writer, Heartbeat(writer), trains=False).dtype == getattr(torch, chosen)
     assert run.event("0002-000000.json")["precision"] == chosen  # type: ignore[index]
 
 

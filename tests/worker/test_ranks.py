@@ -117,8 +117,7 @@ def ranks_of_cases(rank: int, out: Path) -> Iterator[tuple[str, Ranks]]:
 def as_second_rank(model: Path, out: Path) -> None:
     """The other process of the test of gradients."""
     for case, ranks in ranks_of_cases(1, out):
-        step = Step(model, out / "second", ranks, case)
-        ranks.gather(step.numbers())
+        ranks.gather(Step(model, out / "second", ranks, case).numbers())
 
 
 @pytest.fixture(scope="module")
@@ -145,8 +144,7 @@ as_second_rank(Path({str(exact_model)!r}), Path({str(tmp_path)!r}))
             largest = max(float(gradient.abs().max()) for gradient in expected.values())
             assert largest > 1e-4
             for name, gradient in first.trained(gradients=True).items():
-                close = {"rtol": 1e-6, "atol": 1e-6 * largest}
-                torch.testing.assert_close(gradient, expected[name], **close)
+                torch.testing.assert_close(gradient, expected[name], rtol=1e-6, atol=1e-6 * largest)
             own, others = ranks.gather(first.numbers())
             assert own == others, case
 

@@ -302,8 +302,7 @@ def test_a_batch_that_two_policies_sampled_has_the_gradient_of_the_dense_referen
     """Of each answer the first half of the tokens is of an earlier policy, the others of the trained one."""
     groups = make_groups(AutoTokenizer.from_pretrained(fp32_model))
     spec = spec_of(importance_sampling_clip=1.3, **fields)
-    policy = make_policy(fp32_model, torch.float64)
-    now = Reference(fp32_model, policy, spec)
+    now = Reference(fp32_model, make_policy(fp32_model, torch.float64), spec)
     earlier = {name: (a, 0.5 * b) for name, (a, b) in now.start.items()}
     weights: list[float] = []
     for row in itertools.chain(*groups):
@@ -406,8 +405,7 @@ def train_as(rank: int, model: Path, folder: Path) -> list[Caught]:
     ranks.connect(folder)
     caught: list[Caught] = []
     for fields in RANK_CASES:
-        groups = make_groups(AutoTokenizer.from_pretrained(model), failed=True)
-        own = ranks.mine(groups)
+        own = ranks.mine(make_groups(AutoTokenizer.from_pretrained(model), failed=True))
         caught.append(train(model, own, spec_of(**fields), folder / f"out-{rank}", ranks=ranks))
     return caught
 

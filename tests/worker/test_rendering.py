@@ -49,8 +49,7 @@ def test_a_template_that_loops_is_ended_in_every_thread(monkeypatch: pytest.Monk
     tokenizer = make_tokenizer()
     conversation = [{"role": "user", "content": "x"}]
     with ThreadPoolExecutor(1) as pool:
-        rendered = pool.submit(tokenizer.apply_chat_template, conversation, tokenize=False)
-        assert "user" in rendered.result()
+        assert "user" in pool.submit(tokenizer.apply_chat_template, conversation, tokenize=False).result()
         tokenizer.chat_template = LOOPS + CHATML
         looping = pool.submit(tokenizer.apply_chat_template, conversation, tokenize=False)
         with pytest.raises(ValueError, match=r"took longer than 0\.3 s"):

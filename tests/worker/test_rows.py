@@ -350,8 +350,7 @@ def test_a_row_that_cannot_be_learnt_so_is_refused_by_its_field(tmp_path: Path, 
 def test_a_file_may_mix_forms_of_messages_but_not_messages_and_columns_of_text(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     said = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "b"}]}
-    parts = {"prompt": "q", "completion": "c"}
-    path.write_text(json.dumps([chat(Q, GOOD), said, parts]))
+    path.write_text(json.dumps([chat(Q, GOOD), said, {"prompt": "q", "completion": "c"}]))
     rows = split_conversations(str(path), 0.0)[0]
     assert [row["messages"][1]["content"] for row in rows] == ["a", "b", "c"]
     path.write_text(json.dumps([chat(Q, GOOD), {"question": "q", "answer": "a"}]))

@@ -128,8 +128,7 @@ def fault(call: str, example: int) -> str | None:
 @settings(max_examples=25)
 @given(st.integers(0, 2**16), st.integers(20, 120))
 def test_masks_align_and_budgets_hold_whatever_fails(seed: int, max_length: int) -> None:
-    rng = random.Random(seed)
-    host, engine = FakeHost(rng.random, fault), FakeEngine()
+    host, engine = FakeHost(random.Random(seed).random, fault), FakeEngine()
     rollouts, _ = run_virtually(roll(tasks(20), host, engine, TalkLimits(12, max_length)))
     assert [r.task.index for r in rollouts] == list(range(20))
     assert host.closed == set(host.opened) and not engine.running
@@ -148,8 +147,7 @@ def test_masks_align_and_budgets_hold_whatever_fails(seed: int, max_length: int)
             assert logprob == (-token if mark else 0)  # the engine's log-probabilities
         turns = [len(list(turn)) for mark, turn in itertools.groupby(transcript.mask) if mark]
         assert len(turns) == rollout.turns and max(turns, default=0) <= 12
-        whole = TEMPLATE._render(transcript.messages)
-        assert whole.startswith(TEMPLATE.tokenizer.decode(transcript.ids))
+        assert TEMPLATE._render(transcript.messages).startswith(TEMPLATE.tokenizer.decode(transcript.ids))
 
 
 def test_no_rollout_waits_for_another() -> None:

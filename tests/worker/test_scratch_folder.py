@@ -70,8 +70,7 @@ main.main()
 
 @pytest.mark.slow
 def test_an_attempt_leaves_no_temporary_file(temporary: Path, tiny_model: Path) -> None:
-    run = make_run(temporary.parent / "run", tiny_model, steps=1)
-    UnusedAttempt(run).ended()
+    UnusedAttempt(make_run(temporary.parent / "run", tiny_model, steps=1)).ended()
     assert not [*temporary.iterdir()]
 
 

@@ -51,8 +51,7 @@ def compare(rank: int, model: Path, out: Path) -> None:
     test_ranks.make_policy = shared_policy
     for case in CASES:
         step = Step(model, out / f"rank-{rank}", ranks, case)
-        layer = step.policy.get_base_model().model.layers[0]
-        weight = layer.mlp.up_proj.base_layer.weight
+        weight = step.policy.get_base_model().model.layers[0].mlp.up_proj.base_layer.weight
         assert 2 * weight.to_local().numel() == weight.numel()
         mine, others = ranks.gather(step.numbers())
         assert mine == others, case
@@ -63,8 +62,7 @@ def compare(rank: int, model: Path, out: Path) -> None:
         assert largest > 1e-4
         assert step.told == pytest.approx(alone[case].told, rel=1e-5), case
         for name, gradient in step.trained(gradients=True).items():
-            close = {"rtol": 1e-6, "atol": 1e-6 * largest}
-            torch.testing.assert_close(gradient, expected[name], **close)
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-6, atol=1e-6 * largest)
 
 
 def test_ranks_with_a_part_of_each_layer_compute_the_gradients_of_one_with_all(exact_model: Path, tmp_path: Path):
@@ -146,8 +144,7 @@ def test_an_evaluation_on_several_cards_goes_on_after_a_process_of_its_engine_is
     with Attempt(run, **CPU) as attempt:
         attempt.wait_until(lambda: "sampling" in kinds(run))
         children = psutil.Process(attempt.process.pid).children(recursive=True)
-        lost = next(child for child in children if child.name() == "VLLM::Worker_TP1")
-        lost.kill()
+        next(child for child in children if child.name() == "VLLM::Worker_TP1").kill()
         attempt.wait()
     result = run.result()
     assert result and result["retryable"], result

@@ -87,10 +87,8 @@ def test_a_record_of_a_tree_counts_its_turns_and_shows_every_conversation(fp32_m
     deepest = 0
     for _ in range(50):
         calls = make_calls(template, rng, "question")
-        rollout = PlayedRollout(RolloutTask("train", 0, 0, 0, 0), "t", merged(calls), turns=len(calls))
-        record = rollout.record(1)
-        last = calls[-1]
-        start = len(record.messages) - 2 * len(last.line) + 1
+        record = PlayedRollout(RolloutTask("train", 0, 0, 0, 0), "t", merged(calls), turns=len(calls)).record(1)
+        start = len(record.messages) - 2 * len(calls[-1].line) + 1
         assert record.prompt_messages == start, "what the model was shown first"
         assert record.answers == [message["content"] for message in record.messages[start::2]]
         shown = [message["role"] for message in record.shown_messages]

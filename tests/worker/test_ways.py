@@ -37,8 +37,7 @@ def make_pack(prompt: int, lengths: list[int], way: Way) -> Pack:
     parts = [torch.randint(3, 300, (size,), generator=generator) for size in (prompt, *lengths)]
     trained = [torch.tensor([at for at in range(size) if at % 5 != 2]) for size in lengths]
     places = torch.arange(sum(map(len, trained)))
-    rows = list(range(len(lengths)))
-    return Pack(parts[0], parts[1:], trained, places, [()] * len(lengths), rows, way)
+    return Pack(parts[0], parts[1:], trained, places, [()] * len(lengths), list(range(len(lengths))), way)
 
 
 def plain_logps(policy: Any, pack: Pack) -> Tensor:
@@ -50,8 +49,7 @@ def plain_logps(policy: Any, pack: Pack) -> Tensor:
     for completion, at in zip(pack.completions, pack.trained, strict=True):
         ids = torch.cat([pack.prompt, completion])[None]
         logits = policy(input_ids=ids, use_cache=False).logits[0, :-1].float() / 0.7
-        chosen = logits.log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
-        found.append(chosen[len(pack.prompt) - 1 + at])
+        found.append(logits.log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)[len(pack.prompt) - 1 + at])
     model.set_attn_implementation(before)
     return torch.cat(found)
 
@@ -102,14 +100,12 @@ def test_a_tree_of_a_mixed_model_has_the_log_probabilities_of_its_paths(name: st
     ids = torch.arange(3, 3 + 110)[None] % 290 + 3
     seen, trained = torch.ones_like(ids), torch.ones(1, 90, dtype=torch.long)
     trained[0, :5] = 0
-    forks = [[(80, 30)]]
-    packs = packing.packs_of(ids, seen, trained, forks_B=forks, way=way_of(model))
+    packs = packing.packs_of(ids, seen, trained, forks_B=[[(80, 30)]], way=way_of(model))
     logps = torch.zeros(1, 90)
     for pack in packs:
         logps = pack.put(logps, pack.logps(model, 1.0)[0])
     model.set_attn_implementation("eager")
-    paths = [list(range(80)), [*range(30), *range(80, 110)]]
-    for path, first in zip(paths, (25, 30), strict=True):
+    for path, first in zip([list(range(80)), [*range(30), *range(80, 110)]], (25, 30), strict=True):
         logits = model(input_ids=ids[:, path], use_cache=False).logits[0, :-1].log_softmax(-1)
         chosen = logits.gather(1, ids[0, path[1:], None]).squeeze(1)
         mine = logps[0, [place - 20 for place in path[first:]]]

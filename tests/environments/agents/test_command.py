@@ -159,8 +159,7 @@ async def test_a_command_that_is_killed_or_does_not_start_has_no_reward(name, co
     """
     async with await commands(tmp_path / "agent", name, source=source) as host:
         with pytest.raises(EnvironmentFault, match=expected) as caught:
-            opening = await host.open("train", 0)
-            await host.step(opening.episode, "4")
+            await host.step((await host.open("train", 0)).episode, "4")
         assert caught.value.code in ("environment_error", "environment_access")
 
 

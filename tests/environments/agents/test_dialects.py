@@ -41,8 +41,7 @@ async def conversation(host: EnvironmentHost, turns: Sequence[Any]) -> tuple[lis
         if isinstance(call, AgentCall):
             calls.append(call)
     assert len(calls) == len(turns)
-    score = await host.score(opening.episode)
-    return calls, json.loads(score.reason or "")
+    return calls, json.loads((await host.score(opening.episode)).reason or "")
 
 
 def agent(package: str, steps: str) -> str:

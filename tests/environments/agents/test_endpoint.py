@@ -81,8 +81,7 @@ async def agents(folder: Path, *programs: str, source: str = "", needs: str = ""
 
 async def told(host: EnvironmentHost, answers: Sequence[str], index: int = 0) -> Any:
     """What the program of a task told when the model answered so."""
-    played = await play(host, Task("train", index), answers)
-    return json.loads(played.score.reason or "")
+    return json.loads((await play(host, Task("train", index), answers)).score.reason or "")
 
 
 async def test_requests_of_an_agent_are_the_turns_of_a_conversation(tmp_path: Path) -> None:
@@ -553,8 +552,7 @@ async def test_as_many_agents_run_at_once_as_there_are_threads_for(tmp_path: Pat
     async with agents(tmp_path / "agent", *['ask([user("x")])'] * 2) as host:
         episodes = [(await host.open("train", 0)).episode for _ in range(most)]
         waiting = asyncio.create_task(host.open("train", 1))
-        step = await host.step(episodes[0], "y")
-        assert step.done and not waiting.done(), "its request waits for no place"
+        assert (await host.step(episodes[0], "y")).done and not waiting.done(), "its request waits for no place"
         await host.score(episodes[0])
         await waiting
         with pytest.raises(EnvironmentFault):

@@ -253,8 +253,7 @@ def test_the_model_is_where_the_packages_of_frameworks_look_for_it() -> None:
 
 
 def test_a_command_may_hold_a_text_that_is_too_long_for_a_path() -> None:
-    command = [sys.executable, "-c", "pass", "/" + "x" * 300]
-    assert commands._opened(command, [], "/") == [sys.executable]
+    assert commands._opened([sys.executable, "-c", "pass", "/" + "x" * 300], [], "/") == [sys.executable]
 
 
 def test_who_attacks_and_who_is_attacked_work_as_before(attack: dict[str, Any]) -> None:

@@ -25,8 +25,7 @@ async def play(host: EnvironmentHost, index: int) -> list[str]:
     said = [str(opening.messages)]
     for _ in range(3):
         said.append(str((await host.step(opening.episode, "go on")).messages))
-    score = await host.score(opening.episode)
-    return [*said, str(score.reward)]
+    return [*said, str((await host.score(opening.episode)).reward)]
 
 
 @pytest.mark.slow

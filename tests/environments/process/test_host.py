@@ -239,8 +239,7 @@ async def test_the_rewards_of_turns_are_part_of_the_score(tmp_path: Path, togeth
     """
     async with await EnvironmentHost.start(environment_folder(tmp_path, source)) as host:
         episodes = [(await host.open("train", 0)).episode for _ in range(2)]
-        said = (["0.5", "no", "-0.25"], ["no", "no"])
-        played = zip(episodes, said, strict=True)
+        played = zip(episodes, (["0.5", "no", "-0.25"], ["no", "no"]), strict=True)
         rewards = [[(await host.step(e, text)).reward for text in texts] for e, texts in played]
         assert rewards == [[0.5, None, -0.25], [None, None]]
         if together:
@@ -330,8 +329,7 @@ async def test_signals_in_other_threads_are_explained(tmp_path: Path, library_sa
     if library_says:
         source = source.replace("signal.signal(signal.SIGALRM, lambda *_: None)", f"raise ValueError({library_says!r})")
     async with await EnvironmentHost.start(environment_folder(tmp_path, source)) as host:
-        opening = await host.open("train", 0)
-        fault = await fault_of(host.score(opening.episode))
+        fault = await fault_of(host.score((await host.open("train", 0)).episode))
         assert (library_says or "signal only works in main thread") in fault.what
         assert "max_score_concurrency = 1" in (remedy(fault) or "")
 
@@ -491,8 +489,7 @@ async def test_what_user_code_prints_disturbs_nothing_and_goes_to_stderr(tmp_pat
             return EnvironmentStepResult(done=True)
     """
     async with await EnvironmentHost.start(environment_folder(tmp_path, source)) as host:
-        opening = await host.open("train", 0)
-        assert (await host.step(opening.episode, "x")).done
+        assert (await host.step((await host.open("train", 0)).episode, "x")).done
     out, err = capfd.readouterr()
     assert out == "" and all(text in err for text in ("while loading", "forged", "from a shell", "raw bytes"))
 
@@ -579,8 +576,7 @@ async def test_a_process_that_dies_fails_its_episodes_and_is_replaced(tmp_path: 
         assert (fault.code, reason in fault.what) == ("environment_error", True), fault.what
         assert reason in (await fault_of(host.step(bystander.episode, "x"))).what
         await host.close(bystander.episode)
-        again = await host.open("train", 1)
-        assert await pid_of(host, again.episode)
+        assert await pid_of(host, (await host.open("train", 1)).episode)
 
 
 async def test_a_sigkill_in_mid_call_fails_the_call_at_once(tmp_path: Path) -> None:

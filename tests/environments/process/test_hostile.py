@@ -202,8 +202,7 @@ async def use(host: EnvironmentHost, op: str) -> object:
     if op == "score":
         return await host.score(opening.episode)
     if op == "group":
-        other = await host.open("train", 0)
-        return await host.score_group([Ended(opening.episode), Ended(other.episode)])
+        return await host.score_group([Ended(opening.episode), Ended((await host.open("train", 0)).episode)])
     if op == "tasks":
         return await host.tasks("train")
     if op == "judge":
@@ -398,8 +397,7 @@ async def test_no_part_of_a_secret_is_left_where_a_text_ends(tmp_path: Path, nam
             {LEAKS[name]}
     """
     folder = environment_folder(tmp_path, source)
-    secrets = {"KEY": KEY, "PEM": PEM}
-    async with await EnvironmentHost.start(folder, secrets=secrets, timeout_s=3) as host:
+    async with await EnvironmentHost.start(folder, secrets={"KEY": KEY, "PEM": PEM}, timeout_s=3) as host:
         opening = await host.open("train", 0)
         with pytest.raises(EnvironmentFault) as caught:
             await host.score(opening.episode)

@@ -87,8 +87,7 @@ async def test_a_folder_without_requirements_runs_with_our_own_interpreter(tmp_p
 
 
 async def test_what_the_resolver_said_last_is_in_the_error_and_nothing_half_made_stays(tmp_path, flash_home: Path):
-    folder = folder_with(tmp_path, "six==1.17.0\nsix==1.16.0\n")
-    fault = await fault_of(folder)
+    fault = await fault_of(folder_with(tmp_path, "six==1.17.0\nsix==1.16.0\n"))
     assert fault.code == "requirements_failed" and "six==1.16.0, six==1.17.0" in fault.what
     assert "unsatisfiable" in fault.what and names_in(flash_home / "interpreters") == {"lock", "requirements.txt"}
 
@@ -385,8 +384,7 @@ def wheel_of(name: str, requires: str = "") -> bytes:
     with zipfile.ZipFile(stream, "w") as wheel:
         info = f"{name}-1.dist-info/"
         wheel.writestr(f"{name}.py", "ANSWER = 42")
-        about = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n{requires}"
-        wheel.writestr(info + "METADATA", about)
+        wheel.writestr(info + "METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n{requires}")
         wheel.writestr(info + "WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(info + "RECORD", "")
     return stream.getvalue()
@@ -426,8 +424,7 @@ async def test_a_build_sees_no_password_of_an_index(tmp_path, flash_home, privat
     if place == "a variable":
         monkeypatch.setenv("UV_DEFAULT_INDEX", private_index)
     else:
-        text = f'[[index]]\nurl = "{private_index}"\ndefault = true\n'
-        (config / "uv" / "uv.toml").write_text(text)
+        (config / "uv" / "uv.toml").write_text(f'[[index]]\nurl = "{private_index}"\ndefault = true\n')
     monkeypatch.setenv("UV_PUBLISH_TOKEN", "planted-upload")
     monkeypatch.setenv("FLASH_TOKEN", "planted-flash")
     monkeypatch.setenv("SERVICE_KEY", "planted-secret")
@@ -446,8 +443,7 @@ async def test_a_build_sees_no_password_of_an_index(tmp_path, flash_home, privat
                 return [{"role": "user", "content": told}]
     """
     folder = folder_with(tmp_path, "attacker\nprivate\n", source, returns="Sample()")
-    secrets = {"SERVICE_KEY": "planted-secret"}
-    async with await EnvironmentHost.start(folder, secrets=secrets) as host:
+    async with await EnvironmentHost.start(folder, secrets={"SERVICE_KEY": "planted-secret"}) as host:
         assert (await host.open("train", 0)).messages[0]["content"] == "[] True 42"
 
 

@@ -156,8 +156,7 @@ def test_the_same_acts_of_a_user_without_rights_are_refused() -> None:
 def test_the_acts_on_files_succeed_where_nothing_protects_them(tmp_path: Path) -> None:
     """Else they would be refused for being wrong calls."""
     (tmp_path / "home").mkdir()
-    settings = "[environments]\nwithout_file_protection = true\n"
-    (tmp_path / "home" / "settings.toml").write_text(settings)
+    (tmp_path / "home" / "settings.toml").write_text("[environments]\nwithout_file_protection = true\n")
     told = tried(tmp_path, UNPROTECTED, OURS)
     done = {name for name in acts.FILES if told.acts[name] == "done"}
     assert len(done) > 10, told.acts

@@ -434,8 +434,7 @@ def test_packages_in_a_home_that_foreign_code_writes_to_do_not_run_outside_the_s
     packages.mkdir(parents=True)
     (packages / "attacker.pth").write_text("import os; os.write(1, b'ran')\n")
     assert subprocess.check_output([python, "-P", "-c", ""], env=variables, timeout=WAIT_S) == b"ran"
-    command = [python, *PYTHON[1:], "this"]
-    assert b"ran" not in subprocess.check_output(command, env=variables, timeout=WAIT_S)
+    assert b"ran" not in subprocess.check_output([python, *PYTHON[1:], "this"], env=variables, timeout=WAIT_S)
     assert WARDEN[: len(PYTHON)] == PYTHON
 
 
@@ -559,8 +558,7 @@ async def test_what_it_prints_without_end_does_not_fill_the_log(tmp_path: Path, 
     monkeypatch.setattr("environments.process.child_process.MAX_PRINTED_BYTES", 100_000)
     async with attack_on(tmp_path) as attack:
         flood = "import os\nfor _ in range(200): os.write(2, b'flood ' * 10_000)\n"
-        fault = await attack.fault(f"{flood}os.write(2, b'last words')\nos._exit(3)")
-        assert "last words" in fault.traceback
+        assert "last words" in (await attack.fault(f"{flood}os.write(2, b'last words')\nos._exit(3)")).traceback
     printed = capfd.readouterr().err
     assert 100_000 <= len(printed) < 101_000 and "the rest is left out" in printed
 
@@ -618,8 +616,7 @@ async def test_who_asks_for_more_than_the_operator_allows_is_refused_by_name(
 async def test_who_asks_for_nothing_gets_no_more_than_the_operator_allows(tmp_path: Path, flash_home: Path) -> None:
     allow(flash_home, "memory_gib = 0.5")
     async with attack_on(tmp_path / "environment", concurrency=1) as attack:
-        fault = await attack.fault("told = len(bytearray(3 << 30))")
-        assert fault.code == "environment_memory"
+        assert (await attack.fault("told = len(bytearray(3 << 30))")).code == "environment_memory"
 
 
 @pytest.mark.hostile("resources")

@@ -136,8 +136,7 @@ def test_a_killed_process_gives_its_place_back(flash_home: Path) -> None:
         print("ready", flush=True)
         time.sleep(600)
     """
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE) as holder:
         assert holder.stdout and holder.stdout.readline() == b"ready\n"
         with pytest.raises(scratch.BusyError, match="alice 1"):
             scratch.scratch_folder("alice", 1, 1)
