@@ -254,25 +254,19 @@ def _misfit(value: Any, schema: Any, what: str) -> str | None:
         return f"{what}: expected {' or '.join(map(str, kinds))}, got {value!r:.60}"
     inner: list[str | None] = []
     if isinstance(value, dict):
-        inner = _misfits_of_object(as_object(value), rules, what)
+        fields, properties = as_object(value), as_object(rules.get("properties"))
+        for name in as_list(rules.get("required")):
+            if name not in fields:
+                inner.append(f"{what}: {name!r} is missing")
+        for name, item in fields.items():
+            if name in properties:
+                inner.append(_misfit(item, properties[name], f"{what}: {name}"))
+            elif properties and not rules.get("additionalProperties"):
+                inner.append(f"{what}: there is no {name!r}; expected {', '.join(properties)}")
     if isinstance(value, list):
         items = enumerate(as_list(value))
         inner = [_misfit(item, rules.get("items"), f"{what}[{place}]") for place, item in items]
     return next(filter(None, inner), None)
-
-
-def _misfits_of_object(value: Json, rules: Json, what: str) -> list[str | None]:
-    properties = as_object(rules.get("properties"))
-    results: list[str | None] = []
-    for name in as_list(rules.get("required")):
-        if name not in value:
-            results.append(f"{what}: {name!r} is missing")
-    for name, item in value.items():
-        if name in properties:
-            results.append(_misfit(item, properties[name], f"{what}: {name}"))
-        elif properties and not rules.get("additionalProperties"):
-            results.append(f"{what}: there is no {name!r}; expected {', '.join(properties)}")
-    return results
 
 
 def add_call_parts(calls: dict[int, dict[str, Any]], parts: Sequence[Any]) -> None:

@@ -70,7 +70,10 @@ class McpServer:
             self.tools: list[Json] = []
             while page is not None:
                 result = self._request("tools/list", page)
-                self.tools += map(_function, result["tools"])
+                for tool in result["tools"]:  # as the function schemas of OpenAI's API
+                    body = {"name": tool["name"], "description": tool.get("description") or ""}
+                    body["parameters"] = tool["inputSchema"]
+                    self.tools.append({"type": "function", "function": body})
                 cursor = result.get("nextCursor")
                 page = {"cursor": cursor} if cursor else None
         except BaseException:
@@ -159,9 +162,3 @@ class McpServer:
             self._process.stdin.flush()
         except BrokenPipeError as error:
             raise self._ended() from error
-
-
-def _function(tool: Json) -> Json:
-    """The OpenAI function schema of a tool."""
-    body = {"name": tool["name"], "description": tool.get("description") or ""}
-    return {"type": "function", "function": {**body, "parameters": tool["inputSchema"]}}

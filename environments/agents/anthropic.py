@@ -111,12 +111,22 @@ class Messages(Dialect):
         reason = reasons[answer.finish_reason]
         if used.stopped_by is not None and not answer.calls:
             reason = "stop_sequence"
+        blocks: list[Json] = []
+        if answer.text or not answer.calls:
+            blocks.append({"type": "text", "text": answer.text})
+        for call in answer.calls:
+            arguments: Any = None
+            with suppress(ValueError):
+                arguments = json.loads(call["function"]["arguments"])
+            # This API knows no other arguments than objects.
+            call_part = {"name": call["function"]["name"], "input": as_object(arguments)}
+            blocks.append({"type": "tool_use", "id": call["id"], **call_part})
         return {
             "id": request.identity,
             "type": "message",
             "role": "assistant",
             "model": request.model,
-            "content": list(self._blocks(answer)),
+            "content": blocks,
             "stop_reason": reason,
             "stop_sequence": used.stopped_by,
             "usage": {
@@ -126,17 +136,6 @@ class Messages(Dialect):
                 "output_tokens": used.completion_tokens,
             },
         }
-
-    def _blocks(self, answer: TurnToSend) -> Iterator[Json]:
-        if answer.text or not answer.calls:
-            yield {"type": "text", "text": answer.text}
-        for call in answer.calls:
-            arguments: Any = None
-            with suppress(ValueError):
-                arguments = json.loads(call["function"]["arguments"])
-            # This API knows no other arguments than objects.
-            call_part = {"name": call["function"]["name"], "input": as_object(arguments)}
-            yield {"type": "tool_use", "id": call["id"], **call_part}
 
     def events(self, answers: Sequence[TurnToSend], request: ApiRequest) -> Iterator[Event]:
         message = self.whole(answers, request)

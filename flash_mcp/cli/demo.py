@@ -104,7 +104,13 @@ async def run(
     """
     async with connected(console) as session:
         with session.timed("environment"):
-            environment = await _prepare(session, folder, environment)
+            names = [entry["name"] for entry in (await session.call("catalog")).get("models", [])]
+            console.print(f"  models: {', '.join(names)}")
+            await session.call("env_setup", folder=str(folder), template="calculator")
+            if environment is None:
+                pushed = await session.call("env_push", folder=str(folder), name="calculator")
+                environment = str(pushed["environment"])
+            _show_probes(console, await session.call("env_test", environment=environment))
         config = str(folder / "configs" / "rl.toml")
         requested = {"config": config, "environment": environment, **arguments}
         with session.timed("train"):
@@ -124,8 +130,13 @@ async def run(
         with session.timed("chat"):
             talk = await _chat(session, run_id, deployment)
         await session.call("undeploy", deployment=deployment)
-        with session.timed("cancel"):
-            await _cancel_another(session, requested)
+        with session.timed("cancel"):  # a second run, which ends as cancelled from any state
+            another = (await session.call("train", **requested, seed=1))["run_id"]
+            state = (await session.call("cancel", run_id=another))["state"]
+            while state in ACTIVE:
+                seen = await session.call("status", quiet=True, run_id=another, wait_s=20)
+                state = seen["run"]["state"]
+            console.print(f"  {another}: {state}", highlight=False)
         held_out: list[Json] = view["held_out"]
         return {
             "run_id": view["run_id"],
@@ -139,20 +150,6 @@ async def run(
             "seconds": session.seconds,
             "chat": {"base": talk["base"]["text"], "adapter": talk["adapter"]["text"]},
         }
-
-
-async def _prepare(session: DemoSession, folder: Path, environment: str | None) -> str:
-    """Write and publish the calculator, unless there is an environment, and check it."""
-    catalog = await session.call("catalog")
-    names = [entry["name"] for entry in catalog.get("models", [])]
-    session.console.print(f"  models: {', '.join(names)}")
-    await session.call("env_setup", folder=str(folder), template="calculator")
-    if environment is None:
-        pushed = await session.call("env_push", folder=str(folder), name="calculator")
-        environment = str(pushed["environment"])
-    checked = await session.call("env_test", environment=environment)
-    _show_probes(session.console, checked)
-    return environment
 
 
 async def _train(session: DemoSession, requested: Json) -> Json:
@@ -288,15 +285,6 @@ async def _chat(session: DemoSession, run_id: str, deployment: str) -> Json:
     for who in ("base", "adapter"):
         _show_said(session.console, who, talk[who]["text"])
     return talk
-
-
-async def _cancel_another(session: DemoSession, requested: Json) -> None:
-    """Start a second run and cancel it; it ends as cancelled from any state."""
-    run_id = (await session.call("train", **requested, seed=1))["run_id"]
-    state = (await session.call("cancel", run_id=run_id))["state"]
-    while state in ACTIVE:
-        state = (await session.call("status", quiet=True, run_id=run_id, wait_s=20))["run"]["state"]
-    session.console.print(f"  {run_id}: {state}", highlight=False)
 
 
 def _escaped(text: str) -> str:

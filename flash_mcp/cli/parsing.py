@@ -92,10 +92,6 @@ def add_own(commands: Any, name: str, command: Command | Group) -> None:
         return
     text = command.run.__doc__ or ""
     parser = add_command(commands, name, text, example(*command.examples), command.run)
-    _add_options(parser, command)
-
-
-def _add_options(parser: Parser, command: Command) -> None:
     if command.exclusive:
         group = parser.add_mutually_exclusive_group()
         for name, settings in command.exclusive:

@@ -48,7 +48,15 @@ def serve(arguments: Arguments) -> None:
 
 def _serve_http(arguments: Arguments) -> None:
     host, port = arguments.host, arguments.port
-    _check_admission(arguments)
+    # Options with which it would refuse everybody
+    for name in arguments.allow_host:
+        if "/" in name:
+            fix = "leave out the scheme and the path: --allow-host flash.example.com"
+            raise FlashError("invalid_argument", "a Host is no URL", allow_host=name, fix=fix)
+    if (limit := arguments.requests_per_minute) < 1:
+        what = "every request would be refused"
+        fix = f"allow at least 1; by default it is {Quotas.requests_per_minute}"
+        raise FlashError("invalid_argument", what, requests_per_minute=limit, fix=fix)
     store = open_store()
     # With a reverse proxy in front, others reach the loopback address too.
     on_loopback = host in LOOPBACK and not arguments.allow_host
@@ -86,18 +94,6 @@ def _serve_http(arguments: Arguments) -> None:
     admission = http_server.Admission(authenticate, on_loopback, hosts, limits, origins=origins)
     with supervised():
         http_server.serve(server, host, port, admission)
-
-
-def _check_admission(arguments: Arguments) -> None:
-    """FlashError(invalid_argument) for options with which a server would refuse everybody."""
-    for name in arguments.allow_host:
-        if "/" in name:
-            fix = "leave out the scheme and the path: --allow-host flash.example.com"
-            raise FlashError("invalid_argument", "a Host is no URL", allow_host=name, fix=fix)
-    if (limit := arguments.requests_per_minute) < 1:
-        what = "every request would be refused"
-        fix = f"allow at least 1; by default it is {Quotas.requests_per_minute}"
-        raise FlashError("invalid_argument", what, requests_per_minute=limit, fix=fix)
 
 
 def where_token_is(base: Path) -> str:

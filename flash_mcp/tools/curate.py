@@ -197,7 +197,17 @@ async def _curated(runs: Sequence[str], plan: CurationPlan, name: str | None) ->
     runs = list(dict.fromkeys(runs))
     rows = await run_sync(_pooled, store, runs, abandon_on_cancel=True)
     await report("asking the environment for its eval split")
-    held_out = await _held_out(store, rows[0])
+    environment = await run_sync(
+        store.environment, rows[0].environment_reference, abandon_on_cancel=True
+    )
+    async with loaded(
+        environment,
+        args=rows[0].spec.environment_args,
+        secrets=rows[0].spec.secrets,
+        env_files=rows[0].env_files,
+        fix="env_test it; without its eval split nothing can be kept out",
+    ) as host:
+        held_out = await read_held_out(host)
     await report("reading attempts")
     attempts = [_attempts_of(store, reference, plan.source) for reference in runs]
     curated = await run_sync(_select, attempts, plan, held_out, abandon_on_cancel=True)
@@ -276,21 +286,6 @@ def _pooled(store: Store, references: Sequence[str]) -> list[Run]:
             "the others apart",
         )
     return rows
-
-
-async def _held_out(store: Store, row: Run) -> HeldBack:
-    spec = row.spec
-    environment = await run_sync(
-        store.environment, row.environment_reference, abandon_on_cancel=True
-    )
-    async with loaded(
-        environment,
-        args=spec.environment_args,
-        secrets=spec.secrets,
-        env_files=row.env_files,
-        fix="env_test it; without its eval split nothing can be kept out",
-    ) as host:
-        return await read_held_out(host)
 
 
 def _select(

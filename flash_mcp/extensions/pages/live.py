@@ -86,22 +86,22 @@ class Listing:
 def overview(store: Store, live: str, listing: Listing) -> str:
     choice = (listing.kind, listing.state, listing.contains, listing.order)
     runs = store.listed_runs(*choice, RUNS + 1, listing.page * RUNS)
+    rows: list[RunRow] = []
+    for run in runs[:RUNS]:
+        name = "loss" if run.algorithm == "sft" else "reward/mean"
+        line = spark(store.series(run.id, name, SPARK_POINTS))
+        parent = adapter_name(run.init_adapter)
+        rows.append(RunRow(run, view_of(store, run.id), parent, line))
     return render(
         "overview.html.j2",
         live=live,
-        rows=[_run_row(store, run) for run in runs[:RUNS]],
+        rows=rows,
         kinds={kind: store.run_counts(kind) for kind in get_args(RunKind)},
         orders=get_args(RunOrder),
         listing=listing,
         has_more=len(runs) > RUNS,
         catalog=catalog(),
     )
-
-
-def _run_row(store: Store, run: Run) -> RunRow:
-    name = "loss" if run.algorithm == "sft" else "reward/mean"
-    line = spark(store.series(run.id, name, SPARK_POINTS))
-    return RunRow(run, view_of(store, run.id), adapter_name(run.init_adapter), line)
 
 
 def together(store: Store, live: str, run_ids: Sequence[str]) -> str:

@@ -59,9 +59,13 @@ def routes() -> list[Route]:
     """Every page. Those that read files of the store run on a thread."""
     pages: dict[str, Page] = {
         "": _overview,
-        "/together": _together,
-        "/datasets/{reference}": _dataset,
-        "/certificates/{reference}": _certificate,
+        "/together": lambda request: live.together(
+            open_store(), EVENTS, request.query_params.getlist("run")
+        ),
+        "/datasets/{reference}": lambda request: live.dataset(request.path_params["reference"]),
+        "/certificates/{reference}": lambda request: extensions.find(
+            "flash_mcp.versions", "certificate"
+        ).kept_page(open_store(), request.path_params["reference"]),
         "/runs/{run_id}": _run,
         "/runs/{run_id}/rollouts": _transcripts,
         "/runs/{run_id}/changes": _changes,
@@ -118,10 +122,8 @@ def _unknown(request: Request) -> str:
     raise FlashError("unknown_page", what, fix=f"{PATH} leads to all pages")
 
 
-def _events_of(run_id: str | None = None) -> str:
-    if run_id:
-        return f"{EVENTS}?{urlencode({'run': run_id})}"
-    return EVENTS
+def _events_of(run_id: str) -> str:
+    return f"{EVENTS}?{urlencode({'run': run_id})}"
 
 
 def _overview(request: Request) -> str:
@@ -133,11 +135,7 @@ def _overview(request: Request) -> str:
         order=_chosen(query.get("order"), get_args(RunOrder), "newest"),
         page=_number(query.get("page", "")) or 0,
     )
-    return live.overview(open_store(), _events_of(), listing)
-
-
-def _together(request: Request) -> str:
-    return live.together(open_store(), _events_of(), request.query_params.getlist("run"))
+    return live.overview(open_store(), EVENTS, listing)
 
 
 def _run(request: Request) -> str:
@@ -165,15 +163,6 @@ def _changes(request: Request) -> str:
     page = _number(request.query_params.get("page", "")) or 0
     run_id = request.path_params["run_id"]
     return live.changes(open_store(), _events_of(run_id), run_id, page)
-
-
-def _dataset(request: Request) -> str:
-    return live.dataset(request.path_params["reference"])
-
-
-def _certificate(request: Request) -> str:
-    signing = extensions.find("flash_mcp.versions", "certificate")
-    return signing.kept_page(open_store(), request.path_params["reference"])
 
 
 def _chosen(text: str | None, values: Sequence[Any], default: Any) -> Any:

@@ -389,7 +389,14 @@ async def arms_that_learn(
     own = {"steps": milestones[0], "seed": common["seed"], "regression": "off"}
     own |= {"early_stopping": False, "environment": environment, "secrets": common["secrets"] or []}
     own["target"] = common["target"] or LOCAL_TARGET
-    _check_fields(arms, settings, common["split"], own)
+    fixed = own.keys() & {*settings.keys() - {"steps"}, *itertools.chain(*arms)}
+    if common["split"] != "eval":
+        fixed.add("split")
+    if fixed:
+        what = f"arms that learn cannot choose {', '.join(sorted(fixed))}"
+        own_arguments = "environment, seed, secrets and target are arguments of tournament"
+        fix = f"{own_arguments}, steps is one of settings; leave the others out"
+        raise FlashError("invalid_argument", what, fix=fix)
     plans: dict[str, Plan] = {}
     for number, arm in enumerate(arms, start=1):
         name = str(arm.get("name", f"arm-{number}"))
@@ -421,17 +428,6 @@ async def arms_that_learn(
     spec |= {"split": "eval", "alpha": common["alpha"], "milestones": milestones}
     spec |= {"held_back": held_back, "round_tasks": size}
     return spec, functools.partial(_train, plans)
-
-
-def _check_fields(arms: Sequence[Json], settings: Json, split: str, own: Json) -> None:
-    fixed = own.keys() & {*settings.keys() - {"steps"}, *itertools.chain(*arms)}
-    if split != "eval":
-        fixed.add("split")
-    if fixed:
-        what = f"arms that learn cannot choose {', '.join(sorted(fixed))}"
-        own_arguments = "environment, seed, secrets and target are arguments of tournament"
-        fix = f"{own_arguments}, steps is one of settings; leave the others out"
-        raise FlashError("invalid_argument", what, fix=fix)
 
 
 def _check(spec: RunSpec) -> None:

@@ -170,11 +170,6 @@ def _problem(report: RunReport) -> str:
     )
 
 
-def _warning(report: RunReport) -> str:
-    names = ", ".join(flag.name for flag in report.flags)
-    return f"{names}: {_worst(report.run)} shows why; {_waiting(report)} waits on"
-
-
 def _after_cancel(report: RunReport) -> str:
     if report.checkpoint is None or report.run.files_removed is not None:
         return _resuming(report)
@@ -231,13 +226,6 @@ def _unchanged(report: RunReport) -> str:
     return advice
 
 
-def _guessed(report: RunReport) -> str:
-    return (
-        f"{_failing(report.run)} shows what it says; serve nothing yet: let no answer be right "
-        "more often than others in the tasks, env_push and train again, or take a larger model"
-    )
-
-
 def _forgot(report: RunReport) -> str:
     advice = f"{WORSE_ELSEWHERE}: train again with its remedy (see flags)"
     if _succeeded("improved")(report) and report.checkpoint is not None:
@@ -292,7 +280,8 @@ def _after_scores(report: RunReport) -> str:
     if partner is None:
         return f"{failures}; evaluate another model on the same tasks, then compare"
     # The less trained is the base: without an adapter, then before training, then the earlier.
-    base, other = sorted((partner, run), key=_training)
+    pair = (partner, run)
+    base, other = sorted(pair, key=lambda it: (bool(it.init_adapter), it.evaluation.step > 0))
     return f"compare(base={base.id!r}, other={other.id!r}) says whether it differs; {failures}"
 
 
@@ -347,7 +336,10 @@ RULES = (
         "under way, with a new warning",
         "`rollouts`, then wait on",
         lambda item: _is(*ACTIVE)(item) and item.flags,
-        _warning,
+        lambda item: (
+            f"{', '.join(flag.name for flag in item.flags)}: {_worst(item.run)} shows why; "
+            f"{_waiting(item)} waits on"
+        ),
     ),
     Rule("under way", "wait for news", _is(*ACTIVE), _waiting),
     Rule(
@@ -380,7 +372,10 @@ RULES = (
         "`constant`: it rose no further than one constant answer does",
         "`rollouts`; balance the tasks, `env_push` and train again",
         _succeeded("constant"),
-        _guessed,
+        lambda item: (
+            f"{_failing(item.run)} shows what it says; serve nothing yet: let no answer be right "
+            "more often than others in the tasks, env_push and train again, or take a larger model"
+        ),
     ),
     Rule(
         "`underpowered`",
@@ -410,10 +405,6 @@ def after_train(run: Run, after: str, *, created: bool) -> str:
 
 def _weights(evaluation: Run) -> tuple[str, str | None, int | None]:
     return attempts.weights(evaluation, evaluation.evaluation.step)
-
-
-def _training(evaluation: Run) -> tuple[bool, bool]:
-    return bool(evaluation.init_adapter), evaluation.evaluation.step > 0
 
 
 def _differ_in_model_alone(one: Run, other: Run) -> bool:

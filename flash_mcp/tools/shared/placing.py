@@ -144,7 +144,17 @@ def places(store: Store) -> list[Place]:
     for (name, _), number in counts.items():
         active[name] = active.get(name, 0) + number
     waiting = store.targets_with_waiting()
-    results = [_here(store, active.get(LOCAL_TARGET, 0))]
+    missing, here = missing_packages(), gpus()
+    results = [
+        Place(
+            LOCAL_TARGET,
+            max(here, key=lambda card: card.memory_gib, default=processor()),
+            count=max(1, len(here)),
+            price_per_hour=costs.price_of_hour(store.base).price_per_hour,
+            trouble=f"not installed here: {', '.join(missing)}" if missing else "",
+            is_full=active.get(LOCAL_TARGET, 0) >= max(1, len(here)),
+        )
+    ]
     for name, settings in targets(store.base).items():
         is_full = active.get(name, 0) >= settings.slots or name in waiting
         cards = settings.cards
@@ -152,19 +162,6 @@ def places(store: Store) -> list[Place]:
         price = settings.price_per_hour or 0.0
         results.append(Place(name, device, cards.count if cards else 1, price, is_full=is_full))
     return results
-
-
-def _here(store: Store, active: int) -> Place:
-    missing = missing_packages()
-    cards = gpus()
-    return Place(
-        LOCAL_TARGET,
-        max(cards, key=lambda card: card.memory_gib, default=processor()),
-        count=max(1, len(cards)),
-        price_per_hour=costs.price_of_hour(store.base).price_per_hour,
-        trouble=f"not installed here: {', '.join(missing)}" if missing else "",
-        is_full=active >= max(1, len(cards)),
-    )
 
 
 def _order(place: Place) -> tuple[bool, bool, float, bool, str]:

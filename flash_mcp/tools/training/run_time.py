@@ -197,14 +197,11 @@ def _as_before(store: Store, work: Work, ended: Sequence[Run]) -> RunTime | None
     basis = f"{work.steps} steps of {two_digits(step_s)} s as in {run.id}"
     summaries = [item.summary for item in store.evals(run.id)]
     measured = [summary for summary in summaries if summary.get("seconds") and summary.get("n")]
-    if not measured:
-        attempt_s = None
-    else:
-        attempt_s = sum(item["seconds"] for item in measured) / sum(item["n"] for item in measured)
-    if work.held_out and attempt_s is None:
+    if work.held_out and not measured:
         basis += ", without evaluations"
     elif work.held_out:
-        seconds += work.held_out * (attempt_s or 0.0)
+        attempt_s = sum(item["seconds"] for item in measured) / sum(item["n"] for item in measured)
+        seconds += work.held_out * attempt_s
         basis += f" and {work.held_out} held-out attempts"
     time = RunTime(seconds=round(seconds), basis=basis)
     if run.environment != work.environment:
