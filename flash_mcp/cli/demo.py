@@ -112,7 +112,7 @@ async def run(
                 environment = str(pushed["environment"])
             _show_probes(console, await session.call("env_test", environment=environment))
         config = str(folder / "configs" / "rl.toml")
-        requested = {"config": config, "environment": environment, **arguments}
+        requested: Json = {"config": config, "environment": environment, **arguments}
         with session.timed("train"):
             view = await _train(session, requested)
         run_id: str = view["run_id"]
