@@ -123,6 +123,9 @@ def test_a_task_stays_on_its_side_when_attempts_are_added(some: list[StoredAttem
 def test_the_holdout_is_about_the_share_that_was_asked_for():
     assert 0.18 < sum(is_held_back(f"task-{number}", 0.2) for number in range(5000)) / 5000 < 0.22
     assert not any(is_held_back(f"task-{number}", 0.0) for number in range(100))
+    curated = curate([attempt(number, f"t{number}") for number in range(40)], CurationPlan(holdout=0.5), NOTHING)
+    assert (curated.counts.train_tasks, curated.counts.holdout_tasks) == (len(curated.train), len(curated.holdout))
+    assert curated.counts.tasks == 40 and len(curated.train) > 9 < len(curated.holdout)
 
 
 @pytest.mark.parametrize(
