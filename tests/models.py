@@ -183,7 +183,7 @@ def _experts(tokenizer: Any, base: Path, dtype: Any, folder: Path) -> str:
     adapter = _trained(policy, folder / "adapter")
     _export("merged", policy, adapter, base, folder)
     _evaluate(policy, tokenizer, base, adapter, folder)
-    return _sync("merged", policy, tokenizer, base, dtype)
+    return _sync("merged", policy, base, dtype)
 
 
 def _fine_tune(policy: Any, base: Path, folder: Path, *, experts: bool = False) -> str:
