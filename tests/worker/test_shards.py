@@ -22,7 +22,7 @@ from tests.places import ROOT
 from tests.tiny import change_adapter
 from tests.watch import listening_ports
 from tests.worker import test_ranks
-from tests.worker.test_evaluation_attempt import finish, make_evaluation
+from tests.worker.test_evaluation_attempt import make_evaluation
 from tests.worker.test_ranks import CASES, CPU, Step, exact_model, second_rank
 from worker.adapter import save_adapter
 from worker.model import meet, share_layers
@@ -149,8 +149,8 @@ def test_an_evaluation_on_several_cards_goes_on_after_a_process_of_its_engine_is
     result = run.result()
     assert result and result["retryable"], result
     assert "of the engine ended with signal SIGKILL" in result["error"]["what"]
-    with Attempt(run, 2, **CPU) as attempt:
-        found = finish(run, attempt, step=7)
+    result, found = Attempt(run, 2, **CPU).ended(), run.evaluation(7)
+    assert result and result["state"] == "succeeded" and found, result
     rows = found["rollouts"][::64]
     check_greedy(rows, exact_model, policy)
     with pytest.raises(AssertionError), policy.disable_adapter():
@@ -163,6 +163,7 @@ from pathlib import Path
 from worker.main import prepare_process
 prepare_process()
 from worker.engine.vllm import VllmEngine
+from worker.model_files import ModelFiles
 from worker.rollouts.turns import Grammar, Sampling
 if __name__ == "__main__":
     cards = sys.argv[2].split(",")
