@@ -1,4 +1,5 @@
-"""Following a run in a terminal until it ends: a line at every change, or the curve, redrawn."""
+"""Following a run in a terminal until it ends: a line at every change, or the curve, redrawn; and
+its log."""
 
 from __future__ import annotations
 
@@ -10,11 +11,10 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from flash_mcp.cli.output import say, visible
-from flash_mcp.cli.parsing import JSON, Arguments, Command, Group, flag, option
+from flash_mcp.cli.parsing import JSON, RUN_ID, Arguments, Command, Group, flag, option
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.numbers import number, percent
 from flash_mcp.protocol.run_folder import RunFolder
@@ -150,16 +150,6 @@ LOG_BYTES = 64 << 10
 LOG_OVERLAP = 1000
 """Characters by which the end of a log is found in the next tail."""
 LOG_EVERY_S = 2.0
-RUN_ID = option("run_id", "run id, as returned by train", "RUN_ID")
-
-
-def write_file(path: Path, text: str) -> None:
-    try:
-        path.write_bytes(text.encode())
-    except OSError as error:
-        fix = "choose a file that you may write with --to"
-        what = f"cannot write there: {error}"
-        raise FlashError("invalid_argument", what, path=path, fix=fix) from error
 
 
 def logs(arguments: Arguments) -> None:

@@ -8,9 +8,11 @@ import logging
 import re
 import sys
 from argparse import Namespace
+from pathlib import Path
 from typing import Any, cast
 
 from environments.untrusted_text import visible
+from flash_mcp.protocol.errors import FlashError
 
 CELL_CHARACTERS = 60
 """Rows with longer values are shown as lists, not as a table."""
@@ -98,3 +100,12 @@ def _plain(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, cast("list[Any]", value))) or "-"
     return str(value)
+
+
+def write_file(path: Path, text: str) -> None:
+    try:
+        path.write_bytes(text.encode())
+    except OSError as error:
+        fix = "choose a file that you may write with --to"
+        what = f"cannot write there: {error}"
+        raise FlashError("invalid_argument", what, path=path, fix=fix) from error

@@ -61,6 +61,7 @@ def repeated(name: str, text: str, metavar: str) -> Option:
 
 
 JSON = flag("--json", "print the result as JSON")
+RUN_ID = option("run_id", "run id, as returned by train", "RUN_ID")
 
 
 def add_command(

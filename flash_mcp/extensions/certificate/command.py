@@ -27,8 +27,7 @@ from environments.same_task import kind_of
 from environments.sandbox.needs import Needs
 from flash_mcp import __version__
 from flash_mcp.cli import follow
-from flash_mcp.cli.follow import write_file
-from flash_mcp.cli.output import answer
+from flash_mcp.cli.output import answer, write_file
 from flash_mcp.cli.parsing import JSON, Arguments, Command, option, repeated
 from flash_mcp.extensions.certificate import signing
 from flash_mcp.protocol import extensions

@@ -5,9 +5,8 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 from flash_mcp.cli import follow
-from flash_mcp.cli.follow import RUN_ID
 from flash_mcp.cli.output import answer
-from flash_mcp.cli.parsing import JSON, Arguments, Command, option
+from flash_mcp.cli.parsing import JSON, RUN_ID, Arguments, Command, option
 from flash_mcp.supervisor.process import supervised
 
 

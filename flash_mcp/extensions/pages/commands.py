@@ -7,9 +7,8 @@ import sys
 import webbrowser
 from pathlib import Path
 
-from flash_mcp.cli.follow import RUN_ID, write_file
-from flash_mcp.cli.output import answer
-from flash_mcp.cli.parsing import JSON, Arguments, Command, flag, option
+from flash_mcp.cli.output import answer, write_file
+from flash_mcp.cli.parsing import JSON, RUN_ID, Arguments, Command, flag, option
 from flash_mcp.cli.serving import PORT_FIX
 from flash_mcp.protocol.listening import LOOPBACK, check_port
 from flash_mcp.state import tokens
