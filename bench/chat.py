@@ -102,7 +102,7 @@ def _chat(client: httpx.Client, process: psutil.Process, model: str, number: int
     messages = [{"role": "user", "content": PROMPT.format(number=number)}]
     body = {"model": model, "messages": messages, "max_tokens": TOKENS}
     body |= {"temperature": 0, "stream": True, "ignore_eos": True, "return_token_ids": True}
-    before, started, came = _cpu_s(process), time.perf_counter(), list[float]()
+    before, started, came = cpu_s(process), time.perf_counter(), list[float]()
     headers = {"Authorization": "Bearer user"}
     with client.stream("POST", "/v1/chat/completions", json=body, headers=headers) as answer:
         answer.raise_for_status()
@@ -110,10 +110,11 @@ def _chat(client: httpx.Client, process: psutil.Process, model: str, number: int
             if '"token_ids":[' in line:  # not in the first event, which only says who speaks
                 came.append(time.perf_counter() - started)
     each = (came[-1] - came[0]) / (len(came) - 1)
-    return {"first_s": came[0], "token_s": each, "cpu_s": _cpu_s(process) - before}
+    return {"first_s": came[0], "token_s": each, "cpu_s": cpu_s(process) - before}
 
 
-def _cpu_s(process: psutil.Process) -> float:
+def cpu_s(process: psutil.Process) -> float:
+    """Of it and its children: it depends less on other load than the clock does."""
     times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
     return sum(one.user + one.system for one in times)
 

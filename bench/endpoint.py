@@ -30,6 +30,7 @@ import psutil
 from transformers import AutoTokenizer
 
 from bench import whole
+from bench.chat import cpu_s
 from bench.rollouts import GROUP, MAX_LENGTH, REPLY, TOKENS, MeteredEngine, messages, rotated
 from environments.process.host import EnvironmentHost
 from worker.event_loop import AsyncRunner
@@ -215,9 +216,9 @@ def _throughput(model_path: Path, repeat: int, quick: bool) -> Json:
                 for name in rotated(list(SOURCES), number):
                     engine.clear()
                     started = perf_counter()
-                    used = _cpu_s()
+                    used = cpu_s(psutil.Process())
                     _rollouts(runner, hosts[name], engine, template, count)
-                    cpu[name].append(_cpu_s() - used)
+                    cpu[name].append(cpu_s(psutil.Process()) - used)
                     seconds[name].append(perf_counter() - started)
                     said = f"{name}: {seconds[name][-1]:.2f} s, {cpu[name][-1]:.2f} CPU s"
                     sys.stderr.write(f"{said}\n")
@@ -234,13 +235,6 @@ def _throughput(model_path: Path, repeat: int, quick: bool) -> Json:
         "tokens": tokens,
         "throughput_share": ratio,
     }
-
-
-def _cpu_s() -> float:
-    """Of this process and the environments' processes: it depends less on other load."""
-    own = psutil.Process()
-    used = [each.cpu_times() for each in (own, *own.children(recursive=True))]
-    return sum(each.user + each.system for each in used)
 
 
 def _folder(folder: Path, name: str, count: int) -> Path:
