@@ -220,7 +220,7 @@ def lock(base: Path, name: str) -> None:
 
 
 # -- how many training rows ask what an exam asks --------------------------------------------------
-# Only the number is told. The supervisor searches for exams with a passphrase: it has their keys.
+# Only the number is told. For one with a passphrase the supervisor searches: it alone has its key.
 
 AT_ONCE = 50
 """Texts of a request to the supervisor."""

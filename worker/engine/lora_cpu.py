@@ -26,6 +26,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from worker.engine.text_models import PROMPT_THREADS
 
 PROMPT_TOKENS = 16
+"""A step that computes so many of one conversation computes a prompt."""
 LOAD = Path("/proc/loadavg")
 Groups = Sequence[tuple[int, slice | Tensor]]
 """(slot, rows) of each adapter of a batch."""

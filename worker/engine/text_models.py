@@ -78,6 +78,7 @@ def _stand_ins() -> Generator[None]:
 
 CPU_LORA_WORKER = "worker.engine.lora_cpu.LoraWorker"
 PROMPT_THREADS = "prompt_threads"
+"""The key in vLLM's additional_config of the threads that a prompt may take."""
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks that vLLM supports; an adapter of a rank in between uses the next larger one."""
 UTILIZATION = 0.01
