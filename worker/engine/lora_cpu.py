@@ -23,7 +23,7 @@ from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from worker.engine.text_models import PROMPT_THREADS
+from worker.engine.text_models import PROMPT_THREADS, back_cache_when_used_on_cpu
 
 PROMPT_TOKENS = 16
 """A step that computes so many of one conversation computes a prompt."""
@@ -95,6 +95,7 @@ class LoraWorker(CPUWorker):
         cast(Any, self.vllm_config.lora_config).lora_dtype = torch.float32
         wrapper = f"{__name__}.{GroupedPunicaWrapper.__name__}"
         cast(Any, CpuPlatform).get_punica_wrapper = classmethod(lambda cls: wrapper)
+        back_cache_when_used_on_cpu()
         super().load_model(**kwargs)
         self._threads = torch.get_num_threads()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import mmap
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -70,6 +72,34 @@ def _stand_ins() -> Generator[None]:
     finally:
         for name in modules:
             del sys.modules[name]
+
+
+def back_cache_when_used_on_cpu() -> None:
+    """Let the system give this process the memory of an engine's cache as its blocks are written.
+
+    vLLM writes zeros to all of it: seconds of the start for each GiB where a hypervisor has to find
+    that memory, for a cache of which short conversations use a small part."""
+    import torch  # noqa: PLC0415
+    from vllm.v1.worker import gpu_model_runner  # noqa: PLC0415  also the CPU's runner
+
+    runner: Any = gpu_model_runner
+    own = runner.allocate_kv_cache
+    if hasattr(own, "__wrapped__"):
+        return
+
+    def zeros(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(pages, dtype=dtype)
+
+    @functools.wraps(own)
+    def allocate(*args: Any) -> dict[str, torch.Tensor]:
+        own_zeros, torch.zeros = torch.zeros, cast(Any, zeros)
+        try:
+            return own(*args)
+        finally:
+            torch.zeros = own_zeros
+
+    runner.allocate_kv_cache = allocate
 
 
 # -- options of vLLM's that an engine and a server of a model share --------------------------------
