@@ -7,8 +7,8 @@ weights.
                      mismatch, for which it would need one more pass
 
 What is timed is `training_step` over the step's micro-batches: from finished rollouts to gradients,
-no optimizer. Gradients are compared in bf16, where both are off by rounding, and in fp32, which
-says how far off each of them is."""
+no optimizer, in the precision that a run on this machine chooses. Gradients are compared in it, where
+both are off by rounding, and in fp32, which says how far off each of them is."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from bench.rollouts import rotated
 from flash_mcp.protocol.spec import RunSpec, resolve
+from worker.capacity import capacity_bytes
 from worker.model_files import ModelFiles
+from worker.precision import name_of, precision_of
 from worker.rollouts.scheduler import PlayedRollout, RolloutTask
 from worker.rollouts.transcript import ChatTemplate, Transcript
 from worker.training.checkpoints import trainer_arguments
@@ -162,12 +164,13 @@ def _run_case(model_path: Path, case: Case, repeat: int) -> Json:
         "steps": 1,
     }
     spec = resolve(RunSpec(environment="bench", **fields)).spec
-    rollouts = make_rollouts(make_policy(model_path), tokenizer, case)
+    dtype = precision_of(ModelFiles(model_path), capacity_bytes()).dtype
+    rollouts = make_rollouts(make_policy(model_path, dtype), tokenizer, case)
     transcripts = [rollout.transcript for rollout in rollouts if rollout.transcript]
     longest = max(len(transcript.completion_ids) for transcript in transcripts)
     with tempfile.TemporaryDirectory() as scratch:
 
-        def make_step(name: str, dtype: torch.dtype = torch.bfloat16) -> Step:
+        def make_step(name: str, dtype: torch.dtype = dtype) -> Step:
             return Step(
                 SYSTEMS[name](
                     make_policy(model_path, dtype), tokenizer, spec, output_dir=scratch,
@@ -186,8 +189,10 @@ def _run_case(model_path: Path, case: Case, repeat: int) -> Json:
                 say(case, name, times[name][-1])
         precise = {}
         for name in ("ours", "trl"):
-            step = make_step(name, torch.float32)
-            say(case, f"{name} in fp32", step.run())
+            step = steps[name]
+            if dtype != torch.float32:
+                step = make_step(name, torch.float32)
+                say(case, f"{name} in fp32", step.run())
             precise[name] = step.gradient()
     gradients = {name: step.gradient() for name, step in steps.items()}
     packed = case.groups * case.prompt + sum(
@@ -197,6 +202,7 @@ def _run_case(model_path: Path, case: Case, repeat: int) -> Json:
     bound_s = roofline_s(steps["ours"].model, packed, trained)
     return {
         "label": case.label,
+        "precision": name_of(dtype),
         "rollouts": len(rollouts),
         "seconds": {name: [each.wall_s for each in of] for name, of in times.items()},
         "over": _over(times, "wall_s"),
@@ -280,7 +286,7 @@ def compare(mine: Tensor, theirs: Tensor) -> Json:
 # -- what is trained on ----------------------------------------------------------------------------
 
 
-def make_policy(model_path: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
+def make_policy(model_path: Path, dtype: torch.dtype) -> Any:
     """The base model with an adapter that changes it a little, so that every adapter weight has a
     gradient.
     """
@@ -347,7 +353,8 @@ def _sample(policy: Any, prompts: list[list[int]], count: int) -> list[list[int]
 
 
 def _logps(policy: Any, transcript: Transcript) -> list[float]:
-    with torch.no_grad(), torch.autocast(policy.device.type, torch.bfloat16):
+    half = policy.dtype == torch.bfloat16
+    with torch.no_grad(), torch.autocast(policy.device.type, torch.bfloat16, enabled=half):
         logits = (
             policy(input_ids=torch.tensor([transcript.ids], device=policy.device)).logits[0].float()
         )  # (L, V)
@@ -376,8 +383,8 @@ def roofline_s(policy: Any, tokens: int, trained: int) -> float:
 
 
 def _operations_per_s(weight: Tensor) -> float:
-    """Of bf16 matrix products with the head, the widest that the model has."""
-    left = torch.randn(512, weight.size(1), dtype=torch.bfloat16, device=weight.device)
+    """Of matrix products with the head, the widest that the model has."""
+    left = torch.randn(512, weight.size(1), dtype=weight.dtype, device=weight.device)
     times = []
     for _ in range(5):
         started = time.perf_counter()
@@ -407,7 +414,7 @@ def rows(result: Json) -> Iterator[list[str]]:
         ours = gradient["ours to fp32"][difference]
         trl = gradient["trl to fp32"][difference]
         yield [
-            f"{case['rollouts']} {case['label']}",
+            f"{case['rollouts']} {case['label']}, {case['precision']}",
             " / ".join(f"{statistics.median(times):.2f}" for times in case["seconds"].values()),
             f"{case['over']['trl']:.2f}",
             f"{case['over']['trl as it comes']:.2f}",

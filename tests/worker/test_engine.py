@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, cast, get_args
 
+import psutil
 import pytest
 import torch
 import xgrammar
@@ -28,6 +29,7 @@ from tests.tiny import CHATML, change_adapter
 from tests.virtual import FakeHost
 from worker.adapter import save_adapter
 from worker.capacity import kv_cache_bytes
+from worker.engine import vllm
 from worker.engine.text_models import LORA_RANKS, UTILIZATION, room_for_rank
 from worker.engine.vllm import Sync, VllmEngine
 from worker.model_files import ModelFiles
@@ -203,6 +205,37 @@ def test_in_fp32_log_probabilities_equal_the_trainers_and_company_changes_no_tok
     assert difference(policy, together[0]) < 1e-4
     # bf16 promises no such thing: see Sampling.
     assert [completion.token_ids for completion in together] == [completion.token_ids for completion in alone]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's cache has room for all that it advances at once")
+def test_more_conversations_than_the_cache_holds_go_on_in_turn_and_say_what_each_says_alone(
+    engines: Engines, fp32_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(engines, fp32_model, "merged", "float32")
+    scheduler = cast(Any, engine._engine).engine_core.engine_core.scheduler
+    preempted: list[str] = []
+    own = scheduler._preempt_request
+
+    def preempt(request: Any, *args: Any, **options: Any) -> None:
+        preempted.append(request.request_id)
+        own(request, *args, **options)
+
+    monkeypatch.setattr(scheduler, "_preempt_request", preempt)
+    requests = [(PROMPT[start : start + 60], Sampling(280, seed=start)) for start in range(40)]
+    together = generate(engine, *requests)
+    assert preempted and sum(len(prompt) + 280 for prompt, _ in requests) > 16 * 512
+    for number in {0, 20, int(preempted[0].split("-")[0]), int(preempted[-1].split("-")[0])}:
+        assert generate(engine, requests[number])[0].token_ids == together[number].token_ids
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU's cache")
+def test_the_cache_takes_memory_as_its_blocks_are_written(engines: Engines, tiny_model: Path, monkeypatch):
+    monkeypatch.setattr(vllm, "engine_cache_bytes", lambda *_, **__: 2**30)
+    before = psutil.Process().memory_info().rss
+    engine = VllmEngine(ModelFiles(tiny_model), max_length=512, max_num_seqs=16)
+    engines[tiny_model / "large cache", "merged", "synchronous"] = engine
+    assert generate(engine, (PROMPT, Sampling(8)))[0].token_ids
+    assert psutil.Process().memory_info().rss - before < 2**29
 
 
 def test_biases_norms_and_a_tied_head_are_the_engines_own_after_every_sync(engines: Engines, tied_model: Path) -> None:
