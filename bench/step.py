@@ -7,8 +7,8 @@ weights.
                      mismatch, for which it would need one more pass
 
 What is timed is `training_step` over the step's micro-batches: from finished rollouts to gradients,
-no optimizer, in the precision that a run on this machine chooses. Gradients are compared in it, where
-both are off by rounding, and in fp32, which says how far off each of them is."""
+no optimizer, in the precision that a run on this machine chooses. Gradients are compared in it,
+where both are off by rounding, and in fp32, which says how far off each of them is."""
 
 from __future__ import annotations
 
