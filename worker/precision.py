@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from functools import cache
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn.functional import linear
 
 from flash_mcp.protocol.errors import FlashError
@@ -34,11 +36,11 @@ class Chosen(NamedTuple):
 
 
 def precision_of(
-    base: ModelFiles, capacity: int, name: str | None = None, rows: tuple[int, ...] = RUN_ROWS
+    base: ModelFiles, capacity: int, name: str | None = None, *, served: bool = False
 ) -> Chosen:
     """The precision of this `name`. Without one it is fp32 if the model's own files are fp32, as
     those of tests are, or if this CPU has room for it in `capacity` bytes of memory and computes
-    products of so many `rows` clearly faster in it; else bf16.
+    the products of a run, or of a server, clearly faster in it; else bf16.
 
     FlashError(device_unsupported | out_of_memory) if this machine cannot compute the model so."""
     on_gpu = torch.cuda.is_available()
@@ -58,7 +60,7 @@ def precision_of(
     elif not has_bf16_products():
         chosen = Chosen(torch.float32, "this CPU has no fast products in bf16")
     else:
-        ratio = bf16_over_fp32(min(PROBE_WIDTH, base.text.hidden_size), rows)
+        ratio = bf16_over_fp32(min(PROBE_WIDTH, base.text.hidden_size), served)
         measured = f"products in bf16 take {ratio:.2g} times those in fp32 on this CPU"
         chosen = Chosen(torch.float32 if ratio > MARGIN else torch.bfloat16, measured)
     fix = "use precision='bfloat16'"
@@ -81,29 +83,44 @@ def precision_of(
 
 
 @cache
-def bf16_over_fp32(width: int, rows: tuple[int, ...]) -> float:
-    """How many times as long as in fp32 products in bf16 take: the geometric mean over `rows`, with
-    `width` numbers each, forward and backward. Measured in some 50 ms: the instructions of a CPU do
-    not tell. Those for dot products in bf16 are slower than fp32 on some processors without AMX and
-    four times as fast on others.
+def bf16_over_fp32(width: int, served: bool) -> float:
+    """How many times as long as in fp32 products in bf16 take: the geometric mean over numbers of
+    rows, with `width` numbers each. Those of a run go forward and backward; those of a server are
+    its engine's. Measured in some 50 ms: the instructions of a CPU do not tell. Those for dot
+    products in bf16 are slower than fp32 on some processors without AMX and four times as fast on
+    others.
     """
+    rows = SERVED_ROWS if served else RUN_ROWS
     kinds = (torch.bfloat16, torch.float32)
     best = {(count, kind): math.inf for count in rows for kind in kinds}
-    weights = {kind: torch.ones(PROBE_WIDTH, width, dtype=kind) for kind in kinds}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # several would wait for each other on a busy machine
     try:
-        for _ in range(PROBE_REPEATS):
-            for count, kind in best:
-                inputs = torch.ones(count, width, dtype=kind)
+        for count, kind in best:
+            weight = torch.ones(PROBE_WIDTH, width, dtype=kind)
+            inputs = torch.ones(count, width, dtype=kind)
+            product = packed(weight, count) if served else partial(there_and_back, weight)
+            for _ in range(PROBE_REPEATS):
                 started = time.thread_time()  # a clock would count what other programs do
-                outputs = linear(inputs, weights[kind])
-                _ = outputs @ weights[kind]  # as in the backward pass
+                product(inputs)
                 best[count, kind] = min(best[count, kind], time.thread_time() - started)
     finally:
         torch.set_num_threads(threads)
     ratios = [best[count, torch.bfloat16] / best[count, torch.float32] for count in rows]
     return math.prod(ratios) ** (1 / len(ratios))
+
+
+def there_and_back(weight: Tensor, inputs: Tensor) -> Tensor:
+    """A product as in the forward pass, and one as in the backward pass."""
+    return linear(inputs, weight) @ weight
+
+
+def packed(weight: Tensor, rows: int) -> Callable[[Tensor], Tensor]:
+    """`linear` with this weight as vLLM's engine computes it on a CPU: in oneDNN's own order.
+    Without it few rows may take as long in bf16 as in fp32."""
+    onednn: Any = torch.ops.mkldnn
+    ordered = onednn._reorder_linear_weight(weight, rows)
+    return lambda inputs: onednn._linear_pointwise(inputs, ordered, None, "none", [], "")
 
 
 def name_of(dtype: torch.dtype) -> str:

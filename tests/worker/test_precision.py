@@ -99,9 +99,12 @@ def test_the_precision_of_a_run_is_what_was_asked_for_or_what_its_first_attempt_
     assert run.event("0002-000000.json")["precision"] == chosen  # type: ignore[index]
 
 
-def test_the_probe_takes_the_best_of_several_tries_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """8 rows take twice as long in bf16, 2 rows half as long, and the first try ten times as long."""
+@pytest.mark.parametrize("served", [False, True])
+def test_the_probe_takes_the_best_of_several_tries_on_one_thread(served: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The more rows take twice as long in bf16, the others half as long, and the first try ten times as long."""
     clock, called = 0.0, list[tuple[int, torch.dtype]]()
+    monkeypatch.setattr(precision, "RUN_ROWS", (8, 2))
+    monkeypatch.setattr(precision, "SERVED_ROWS", (8,))
 
     def linear(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         nonlocal clock
@@ -112,10 +115,19 @@ def test_the_probe_takes_the_best_of_several_tries_on_one_thread(monkeypatch: py
         return torch.zeros(len(inputs), len(weight), dtype=inputs.dtype)
 
     monkeypatch.setattr(precision, "linear", linear)
+    monkeypatch.setattr(precision, "packed", lambda weight, _: lambda inputs: linear(inputs, weight))
     monkeypatch.setattr(precision, "time", SimpleNamespace(thread_time=lambda: clock))
     before = torch.get_num_threads()
-    probe = precision.bf16_over_fp32.__wrapped__
-    assert probe(4, (8, 2)) == 1.0 and probe(4, (8,)) == 2.0 and torch.get_num_threads() == before
+    assert precision.bf16_over_fp32.__wrapped__(4, served) == (2.0 if served else 1.0)
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_packed_product_is_a_linear_layers(dtype: torch.dtype) -> None:
+    if not precision.has_bf16_products():
+        pytest.skip("a CPU on which nothing is measured")
+    weight, inputs = torch.randn(96, 64).to(dtype), torch.randn(8, 64).to(dtype)
+    torch.testing.assert_close(precision.packed(weight, 8)(inputs), torch.nn.functional.linear(inputs, weight))
 
 
 def test_pytorch_says_whether_this_cpu_has_them() -> None:

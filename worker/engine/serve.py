@@ -90,7 +90,7 @@ def server_command(
     import torch  # noqa: PLC0415  after the check that the packages are installed
 
     from worker.capacity import capacity_bytes, engine_cache_bytes, kv_cache_bytes  # noqa: PLC0415
-    from worker.precision import SERVED_ROWS, precision_of  # noqa: PLC0415
+    from worker.precision import precision_of  # noqa: PLC0415
 
     base = ModelFiles(model)
     length = min(getattr(base.text, "max_position_embeddings", MAX_LENGTH), MAX_LENGTH)
@@ -118,7 +118,7 @@ def server_command(
         precision = precision or "bfloat16"
     else:
         capacity = capacity_bytes()
-    dtype = precision_of(base, capacity, precision, SERVED_ROWS).dtype
+    dtype = precision_of(base, capacity, precision, served=True).dtype
     # By default vLLM takes fp16 for a model whose files are fp16 or fp32.
     options["dtype"] = str(dtype).removeprefix("torch.")
     log.info("%s%s", COMPUTES_IN, options["dtype"])
